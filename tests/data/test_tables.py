@@ -100,6 +100,14 @@ CASES: dict[str, Case] = {
         rows('"rownames","time","value"', '"{n}",{t},{y}', [1949 + round(place / 12, 12) for place in range(24)]),
         "24 rows of value by time every MS from 1949-01-01 to 1950-12-01",
     ),
+    "years of two digits, from before 1969": Case(
+        rows("date,y", "{t},{y}", [f"{month:02d}/01/{year:02d}" for year in [*range(58, 100), *range(16)] for month in range(1, 13)]),
+        "696 rows of y by date every MS from 1958-01-01 to 2015-12-01",
+    ),
+    "prices, the first of which is of today, with its time alone": Case(
+        rows("date,y", "{t},{y}", ["11:34", *(f"{day:%Y/%m/%d}" for day in pd.date_range("2016-01-01", periods=300)[::-1])]),
+        "300 rows of y by date every D from 2016-01-01 to 2016-10-26",
+    ),
     "decimal quarters": Case(
         rows("rownames,time,value", "{n},{t},{y}", [1960 + place / 4 for place in range(10)]),
         "10 rows of value by time every QS-JAN from 1960-01-01 to 1962-04-01",

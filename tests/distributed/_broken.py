@@ -17,7 +17,6 @@ from carrywave.model.heads.scoring import IGNORED
 from carrywave.model.lstm import LSTM
 from carrywave.model.over_time import pooling
 from carrywave.model.state import Chunk
-from carrywave.parallel.sums.row_exchange import RowExchange
 from carrywave.step import trainer, worker_setup
 from carrywave.step.passes import executor
 from carrywave.step.passes.chunks import Chunks
@@ -174,21 +173,6 @@ def _summed_twice(rank: int) -> Any:
     return mock.patch.object(worker_setup.AllReduce, "sum_over_workers", wrong)
 
 
-def _rows_summed(rank: int) -> Any:
-    """Gradients of rows that one replica alone holds are added to those of other rows."""
-    held = worker_setup._all_reduce
-
-    def wrong(mesh: Any, named: Any, stage: Any, *others: Any) -> Any:
-        return held(mesh, named, replace(stage, rows={}), *others)
-
-    return mock.patch.object(worker_setup, "_all_reduce", wrong)
-
-
-def _local_vocabulary(rank: int) -> Any:
-    """Every replica takes the softmax over the rows that it has itself."""
-    return mock.patch.object(RowExchange, "_reduced", lambda self, tensor, how: tensor)
-
-
 MISTAKES: dict[str, Callable[[int], Any]] = {
     "mean of means": _mean_of_means,
     "last padded step": _last_padded_step,
@@ -204,6 +188,4 @@ MISTAKES: dict[str, Callable[[int], Any]] = {
     "head not summed": _head_not_summed,
     "score not returned": _score_not_returned,
     "summed twice": _summed_twice,
-    "rows summed": _rows_summed,
-    "local vocabulary": _local_vocabulary,
 }

@@ -41,9 +41,7 @@ from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
 from carrywave.spec.data_spec import COUNTS
-from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
-from carrywave.step.optim import piece_state
 from carrywave.step.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cells"))
@@ -282,10 +280,7 @@ def train(case: Case, mesh: Mesh) -> Run:
     if trainer.capture is not None:
         run.replays, run.failure = trainer.capture.replays["step"], trainer.capture.failure("step")
     run.scale = None if trainer.scaler is None else float(trainer.scaler.scale)
-    state = optimizers.state_tensors(trainer.optimizer, trainer.named) if trainer.pieces is None else {}
-    held = row_parts.named(trainer.parameters() | state, trainer.held.rows)
-    if trainer.pieces is not None:
-        held |= piece_state.saved(trainer.optimizer, trainer.pieces.owned)
+    held = trainer.parameters() | optimizers.state_tensors(trainer.optimizer, trainer.named)
     run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
     return run
 
@@ -309,27 +304,9 @@ def _held(trainer: Trainer) -> list[str]:
 
 def _gathered(trainer: Trainer) -> dict[str, Tensor]:
     """The gradients of the whole model, by name, on rank 0. One that is not there is zero."""
-    if trainer.engine.gradients.scattered:
-        return _pieced(trainer)
     own = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trainer.named}
-    found = collect(trainer.mesh.world, row_parts.named(own, trainer.held.rows, others=trainer.mesh.replica == 0))
-    return {name: tensor.cpu() for name, tensor in row_parts.joined(found).items()}
-
-
-def _pieced(trainer: Trainer) -> dict[str, Tensor]:
-    """The same where each replica has only its pieces of them."""
-    assert trainer.pieces is not None
-    own = {
-        f"{piece.name}:{piece.first}": torch.zeros_like(piece.part) if piece.part.grad is None else piece.part.grad.clone()
-        for piece in trainer.pieces.owned
-    }
-    parts = {name: tensor.cpu() for part in collect(trainer.mesh.world, own) for name, tensor in part.items()}
-    found: dict[str, Tensor] = {}
-    for name, parameter in trainer.model.named_parameters() if parts else ():
-        starts = sorted(int(key.rpartition(":")[2]) for key in parts if key.rpartition(":")[0] == name)
-        if starts:
-            found[name] = torch.cat([parts[f"{name}:{start}"] for start in starts]).view(parameter.shape)
-    return found
+    parts = collect(trainer.mesh.world, own if trainer.mesh.replica == 0 else {})
+    return {name: tensor.cpu() for part in reversed(parts) for name, tensor in part.items()}
 
 
 def serial(case: Case, device: str = "cpu") -> Run:

@@ -55,7 +55,6 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
             "micro_batches": micro_batches,
             "recompute": draw(st.sampled_from((False, True, "twice"))),
             "share_head": task in STEPWISE and draw(chance),
-            "split_vocabulary": stages == 1 and not model["numbers"] and not model["front"] and draw(chance),
         },
     }
 

@@ -55,7 +55,6 @@ def a_plan(**fields: Any) -> dict[str, Any]:
         "micro_batches": 1,
         "recompute": False,
         "share_head": False,
-        "split_vocabulary": False,
         **fields,
     }
 

@@ -151,13 +151,6 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
     encoder = list(net.encoder.parameters())  # as they are before a trainer gives some up
     own = optimizer_for(case, net)
     keys = {"clip": 0.3} if own else {"clip": 0.3, "optimizer": "adamw", "lr": 0.02, "weight_decay": 0.1}
-    keys |= (
-        {"shard_optimizer": True}
-        if case.endswith("in pieces") and "WORLD_SIZE" in os.environ
-        else {"reproducible": True}
-        if case.endswith("in shards")
-        else {}
-    )
     trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device, keep_state=False if case.startswith("one lane") else None)
     net.head.counts_all = case == "one lane, all counted"
     others: list[cw.Trainer] = []

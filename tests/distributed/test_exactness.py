@@ -77,18 +77,12 @@ def test_characters_of_words_give_the_answer_of_one_device(kind: str, plan: str,
     check(changed(words, resets=0.3, padding="odd"), crew)
 
 
-VOCABULARY = {"vocabulary split": a_plan(replicas=3, micro_batches=2, split_vocabulary=True)}
-
-
-@pytest.mark.parametrize(
-    "plan", ["both", "vocabulary split", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (PLANS | SHARED) if plan != "both")]
-)
+@pytest.mark.parametrize("plan", ["both", *(pytest.param(plan, marks=pytest.mark.slow) for plan in (PLANS | SHARED) if plan != "both")])
 def test_weights_of_targets_give_the_answer_of_one_device(plan: str, crew: Crew) -> None:
-    asked = (PLANS | SHARED | VOCABULARY)[plan]
+    asked = (PLANS | SHARED)[plan]
     check(a_case(plan=asked, weights="step"), crew)
     check(a_case(plan={**asked, "recompute": "twice"}, weights="lane"), crew)
-    ahead = {**asked, "split_vocabulary": False}
-    check(a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True, plan=ahead, weights="ahead"), crew)
+    check(a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True, plan=asked, weights="ahead"), crew)
 
 
 @pytest.mark.sampled(2)
@@ -139,13 +133,6 @@ def test_more_chunks_wait_for_a_shared_head_than_there_are_signals_in_shared_mem
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_messages_in_shared_memory_on_any_plan(workers: int, mapped: Crew) -> None:
     check_drawn(workers, 8, mapped)
-
-
-@pytest.mark.parametrize("kind", ["gloo", "mapped"])
-def test_replicas_that_divide_the_optimizer_state(kind: str, crew: Crew, mapped: Crew) -> None:
-    """Each updates its pieces; with sums in device memory, each has only their sums. More of it in test_shard_optimizer."""
-    wide = {"model__widths": [16, 12], "model__input": 12}
-    check(a_case(plan=PLANS["both"], train__shard_optimizer=True, **wide), crew if kind == "gloo" else mapped)
 
 
 def test_ranks_dealt_out_over_hosts_give_the_answer_of_one_device(crew: Crew) -> None:
@@ -211,8 +198,6 @@ WRONG: list[tuple[str, Case]] = [
     ("head not summed", a_case(plan=SHARED["head shared by replicas"])),
     ("score not returned", a_case(plan=SHARED["head shared by three"])),
     ("summed twice", a_case(train__clip=None)),
-    ("rows summed", a_case(plan=a_plan(replicas=3, split_vocabulary=True))),
-    ("local vocabulary", a_case(plan=a_plan(replicas=3, chunk_steps=2, split_vocabulary=True))),
 ]
 
 
@@ -267,20 +252,6 @@ def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, cre
     check(changed(case, plan=asked), crew)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        a_case(plan=a_plan(replicas=2, chunk_steps=3, micro_batches=2)),
-        a_case(plan=a_plan(replicas=4, recompute=True, chunk_steps=2), model__tie=False),
-        sequences(task="tagging", model__numbers=False, plan=a_plan(replicas=2)),
-        sequences(model__numbers=False, plan=a_plan(replicas=4, micro_batches=2)),
-    ],
-    ids=["tied", "recomputed", "tags", "few lanes"],
-)
-def test_a_split_vocabulary_gives_the_answer_of_one_device(case: Case, crew: Crew) -> None:
-    check(changed(case, plan__split_vocabulary=True), crew)
-
-
 # Cells that run on their definition on some plans, one that has a backward of its own on all of them.
 CELL_PLANS = [
     pytest.param(cell, plan, marks=[] if plan == "both" else pytest.mark.slow)
@@ -297,14 +268,9 @@ def test_every_cell_gives_the_answer_of_one_device(cell: str, plan: str, crew: C
     check(a_case(plan={**(PLANS | SHARED | LONG)[plan], "recompute": "twice"}, model__cell=cell), crew)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [SHARED["head shared by replicas"], a_plan(replicas=3, chunk_steps=2, split_vocabulary=True)],
-    ids=["head shared", "vocabulary split"],
-)
-def test_an_adaptive_softmax_gives_the_answer_of_one_device(plan: dict[str, Any], crew: Crew) -> None:
+def test_an_adaptive_softmax_gives_the_answer_of_one_device(crew: Crew) -> None:
     """Clusters that some chunks need on some workers, and others do not."""
-    check(a_case(plan=plan, model__tie=False, model__adaptive=True), crew)
+    check(a_case(plan=SHARED["head shared by replicas"], model__tie=False, model__adaptive=True), crew)
 
 
 @pytest.mark.sampled(2)
@@ -368,15 +334,6 @@ def test_a_front_gives_the_answer_of_one_device(plan: dict[str, Any], pool: str,
     check(sequences(plan=plan, train__beta=0.0, **{f"model__{name}": value for name, value in asked.items()}), crew)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "limit"), [("bf16", 2.0**-6), ("fp16", 2.0**-9)])
-def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, limit: float, crew: Crew) -> None:
-    """As those of other plans do, below."""
-    plan = a_plan(replicas=2, split_vocabulary=True)
-    case = a_case(plan=plan, train__precision=precision, train__optimizer="sgd", train__lr=0.1, model__layer_norm=False)
-    check(case, crew, limit=limit, floor=0.05)
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
@@ -412,9 +369,8 @@ def test_what_stands_in_padding_changes_no_bit(case: Case, plan: str, crew: Crew
         a_plan(replicas=4),
         PLANS["both"],
         SHARED["head shared by replicas"],
-        pytest.param(a_plan(replicas=4, split_vocabulary=True), marks=pytest.mark.slow),
     ],
-    ids=["replicas", "both", "head shared", "vocabulary split"],
+    ids=["replicas", "both", "head shared"],
 )
 def test_bits_repeat(plan: dict[str, Any], bucket_bytes: int | None, crew: Crew) -> None:
     """With four workers: with two, a sum in another order has the same bits."""

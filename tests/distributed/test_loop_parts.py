@@ -23,20 +23,16 @@ from _loop_parts import SYNCED, batch, model, train
 from _sync_definition import simulate
 
 WORKER = Path(__file__).with_name("_loop_parts.py")
-SPLIT = {"replicas": 2, "split_vocabulary": True}
-PIECES = {"shard_optimizer": True}
 CASES = ("ema", "ema, tied", "averaged", "gradients", "sam", "profiled")
 RANGES = {  # of the stages of "2 stages, micro-batches", besides those of every step
     0: "F0a F1a F0b F1b B1a B0a B1b B0b Wa Wb send-F0a send-F1a send-F0b send-F1b wait-B1a wait-B0a wait-B1b wait-B0b",
     1: "F0a F1a F0b F1b B1a B0a B1b B0b Wa Wb wait-F0a wait-F1a wait-F0b wait-F1b send-B1a send-B0a send-B1b send-B0b",
 }
 JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "2 replicas, divided optimizer": (2, {}, PIECES),
-    "2 replicas, split vocabulary": (2, SPLIT, {}),
+    "2 replicas": (2, {}, {}),
     "2 stages, micro-batches": (2, {"stages": 2, "micro_batches": 2, "chunk_steps": 4}, {}),
     "4 replicas": (4, {}, {}),
     "2 x 2": (4, {"stages": 2, "chunk_steps": 4}, {}),
-    "2 x 2, divided optimizer": (4, {"stages": 2, "chunk_steps": 2}, PIECES),
 }
 
 
@@ -121,8 +117,7 @@ def test_replicas_that_train_on_their_own(plan: dict[str, Any], tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "mapped"), [(2, False), (4, False), (2, True)], ids=["2", "4", "2 in shared memory"])
 def test_parts_of_a_loop_compute_what_one_device_does(workers: int, mapped: bool, tmp_path: Path) -> None:
-    """In shared memory, as between GPUs, replicas that divide the optimizer state sum gradients in pieces; a backward has them whole."""
-    asked = [job | {"mapped": mapped} for job in jobs(workers) if not mapped or job["keys"] == PIECES]
+    asked = [job | {"mapped": mapped} for job in jobs(workers)]
     told = reported_by(asked, workers, tmp_path)
     alone = {case: train(case, {}, {}) for case in CASES}
     for number, job in enumerate(asked):
@@ -134,8 +129,6 @@ def test_parts_of_a_loop_compute_what_one_device_does(workers: int, mapped: bool
             for name, values in found.get("gradients", {}).items():
                 whole = torch.tensor(wanted["gradients"][name], dtype=torch.float64)
                 own = torch.tensor(values, dtype=torch.float64)
-                if own.shape != whole.shape:  # the rows of a split vocabulary
-                    own, whole = own, whole[rank * len(own) : (rank + 1) * len(own)]
                 torch.testing.assert_close(
                     own, whole, rtol=1e-9, atol=1e-13, msg=lambda text, where=where, name=name: f"{where}: {name}: {text}"
                 )

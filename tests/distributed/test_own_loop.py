@@ -43,8 +43,6 @@ SAME = (
     "few lanes, goes on",
     "any module",
     "there and back",
-    "there and back, in pieces",
-    "there and back, in shards",
     "state set by all",
     "notes of one",
 )

@@ -118,11 +118,10 @@ PLANS: dict[int, list[dict[str, Any]]] = {
     4: [{"replicas": 2, "stages": 2, "chunk_steps": 3}, {"stages": 4}, {"replicas": 4}],
 }
 
-# A head that scores single steps may be shared, and a vocabulary split: of the two, those of the language model.
+# A head that scores single steps may be shared: that of the language model.
 SHARED: dict[int, list[dict[str, Any]]] = {
-    2: [{"stages": 2, "chunk_steps": 2, "share_head": True}, {"replicas": 2, "chunk_steps": 3, "split_vocabulary": True}],
+    2: [{"stages": 2, "chunk_steps": 2, "share_head": True}],
     4: [
-        {"replicas": 4, "split_vocabulary": True},
         {"replicas": 2, "stages": 2, "chunk_steps": 3, "share_head": True},
         {"stages": 4, "chunk_steps": 2, "micro_batches": 2, "share_head": True},
     ],
@@ -152,7 +151,6 @@ def test_a_run_goes_on_with_another_plan(folder: Path) -> None:
     """Stopped after 5 of its steps on one plan and resumed on another; on the same plan, it is the same to the bit."""
     replicas, stages = {"replicas": 2}, {"stages": 2, "chunk_steps": 2}
     shared = {**stages, "share_head": True}
-    split = {**replicas, "split_vocabulary": True}
     jobs: list[dict[str, Any]] = []
     pairs = {
         "resumed": (replicas, stages),
@@ -160,16 +158,12 @@ def test_a_run_goes_on_with_another_plan(folder: Path) -> None:
         "same": (stages, stages),
         "shared": (shared, stages),
         "own": (stages, shared),
-        "split": (stages, split),
-        "joined": (split, replicas),
-        "same split": (split, split),
     }
     for name, (first, second) in pairs.items():
         jobs.append({"run": name, "spec": language(folder, first, max_steps=5)})
         jobs.append({"run": name, "spec": language(folder, second), "resume": True})
     jobs.append({"run": "through", "spec": language(folder, stages)})
-    jobs.append({"run": "through split", "spec": language(folder, split)})
-    jobs.append({"evaluate": "through split"})
+    jobs.append({"evaluate": "through"})
     told = carry_out(folder, 2, jobs, "resume")
     assert all("error" not in each for each in told[0]), told[0]
     # A run of one worker goes on alone, too.
@@ -179,13 +173,12 @@ def test_a_run_goes_on_with_another_plan(folder: Path) -> None:
         found = {(row["split"], row["step"]): row for row in rows_of(folder / name)}
         last = rows_of(folder / "language")[-1]
         assert found["valid", last["step"]]["loss"] == pytest.approx(last["loss"], rel=CLOSE)
-    for kind in ("", " split"):
-        same, through = (load_file(folder / f"{name}{kind}" / "weights.safetensors") for name in ("same", "through"))
-        assert all(torch.equal(same[name], tensor) for name, tensor in through.items())
-    alone = evaluate_run(folder / "through split", device="cpu")
+    same, through = (load_file(folder / name / "weights.safetensors") for name in ("same", "through"))
+    assert all(torch.equal(same[name], tensor) for name, tensor in through.items())
+    alone = evaluate_run(folder / "through", device="cpu")
     assert told[0][-1]["row"]["loss"] == pytest.approx(alone["loss"], rel=CLOSE)
     # Continued token by token with random numbers, which the last bits of the weights do not change.
-    texts = [predict(folder / run, folder / "text.txt", device="cpu", tokens=5) for run in ("through split", "language")]
+    texts = [predict(folder / run, folder / "text.txt", device="cpu", tokens=5) for run in ("through", "language")]
     assert texts[0] == texts[1]
 
 
@@ -214,28 +207,8 @@ def mistakes(folder: Path) -> list[tuple[dict[str, Any], str]]:
             "PlanError: batch.lanes=5 cannot be divided among plan.replicas=3 x plan.micro_batches=2; use batch.lanes >= 6",
         ),
         (
-            {"run": "bad", "spec": language(folder, {"replicas": 3}, reproducible=True)},
-            "PlanError: train.reproducible=true divides the lanes into 8 shards, which 3 replicas cannot share evenly; use 1, 2, 4 or 8",
-        ),
-        (
             {"run": "bad", "spec": classification(folder, {"stages": 3, "share_head": True})},
             "PlanError: plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences",
-        ),
-        (
-            {"run": "bad", "spec": language(folder, {"stages": 3, "split_vocabulary": True})},
-            "PlanError: plan.split_vocabulary=true splits the vocabulary over replicas, which cannot have plan.stages=3 stages; use",
-        ),
-        (
-            {"run": "bad", "spec": classification(folder, {"replicas": 3, "split_vocabulary": True})},
-            "PlanError: plan.split_vocabulary=true, but the data is numeric, so there is no vocabulary; remove plan.split_vocabulary",
-        ),
-        (
-            {"run": "bad", "spec": language(folder, {"replicas": 3, "split_vocabulary": True}, shard_optimizer=True)},
-            "PlanError: plan.split_vocabulary=true divides the vocabulary's optimizer state by rows, and train.shard_optimizer=true all of",
-        ),
-        (
-            {"run": "bad", "spec": language(folder, {"replicas": 3, "split_vocabulary": True}, sync="local")},
-            "PlanError: plan.split_vocabulary=true needs an exchange at every step, but train.sync=local; remove one of them",
         ),
         ({"run": "bad", "spec": language(folder) | {"data": {"train": str(folder / "nothing.txt")}}}, "DataError: data.train"),
         ({"run": "language", "spec": language(folder)}, f"RunError: {folder / 'language'} already exists and is not empty"),

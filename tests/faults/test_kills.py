@@ -33,20 +33,11 @@ def check(folder: Path, told: Outcome, stages: int = 1) -> None:
     assert not list((folder / "disturbed" / "snapshots").glob(".*"))  # no draft is left
 
 
-PIECES = RunSetup("2 replicas that divide the optimizer state", 2, ("plan.replicas=2", "train.shard_optimizer=true"))
 KILLS = [
     pytest.param(faults.REPLICAS, 3, 1, id="short", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-    pytest.param(PIECES, 3, 1, id="pieces", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     *(
         pytest.param(case, kills, 2 if case is faults.STAGES else 1, id=case.name, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
         for case, kills in faults.KILLS.items()
-    ),
-    pytest.param(
-        replace(faults.REPLICAS, words=(*faults.REPLICAS.words, "plan.split_vocabulary=true")),
-        3,
-        1,
-        id="vocabulary split",
-        marks=[pytest.mark.slow, pytest.mark.timeout(900)],
     ),
 ]
 

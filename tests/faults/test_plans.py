@@ -23,9 +23,8 @@ PLANS: dict[str, Job] = {
     "1x2": {"stages": 2, "chunk_steps": 2},
     "4x1": {"replicas": 4},
     "2x2": {"replicas": 2, "stages": 2, "chunk_steps": 4},
-    "4x1 split": {"replicas": 4, "split_vocabulary": True},
 }
-WORKERS = {1: ["1x1"], 2: ["2x1", "1x2"], 4: ["4x1", "2x2", "4x1 split"]}
+WORKERS = {1: ["1x1"], 2: ["2x1", "1x2"], 4: ["4x1", "2x2"]}
 LIMITS = {"fp64": 1e-10, "fp32": 1e-5}
 
 

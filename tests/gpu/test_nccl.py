@@ -24,7 +24,6 @@ GPUS = min(4, torch.cuda.device_count())
 MOST = GPUS if GPUS > 1 else 4  # ranks
 SIZES = [size for size in (2, 3, 4) if size <= MOST]
 CASES = PLANS | SHARED | LONG
-VOCABULARY = {name: {**a_plan(replicas=size), "split_vocabulary": True} for name, size in (("two", 2), ("four", 4)) if size <= MOST}
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -58,16 +57,6 @@ def test_one_case_on_every_kind_of_plan(plan: str, crew: Crew) -> None:
     if asked["replicas"] * asked["stages"] > MOST:
         pytest.skip(f"the plan needs {asked['replicas'] * asked['stages']} GPUs")
     check(a_case(plan=asked), crew)
-
-
-@pytest.mark.parametrize("plan", VOCABULARY)
-def test_a_split_vocabulary(plan: str, crew: Crew) -> None:
-    check(a_case(plan=VOCABULARY[plan]), crew)
-
-
-@pytest.mark.parametrize("plan", [name for name, plan in CASES.items() if plan["replicas"] > 1])
-def test_a_divided_optimizer_state(plan: str, crew: Crew) -> None:
-    check(a_case(plan=CASES[plan], model__widths=[16, 12], model__input=12, train__shard_optimizer=True), crew)
 
 
 @pytest.mark.parametrize("bucket_bytes", [None, 64])

@@ -43,8 +43,6 @@ MODES: dict[str, tuple[str, ...]] = {
     "stages": ("plan.stages=2", "plan.chunk_steps=2"),
     "local": ("plan.replicas=2", "train.sync=local", "train.sync_every=4"),
     "diloco": ("plan.replicas=2", "train.sync=diloco", "train.sync_every=4"),
-    "divided optimizer": ("plan.replicas=2", "train.shard_optimizer=true"),
-    "split vocabulary": ("plan.replicas=2", "plan.split_vocabulary=true"),
 }
 
 

@@ -73,23 +73,6 @@ def test_recorded_steps_have_the_bits_of_launched_ones(plan: str, precision: str
     assert found[worst] < limit, f"{worst} is off by {found[worst]:.2g}"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("plan", [name for name, plan in EVERY.items() if plan["replicas"] > 1])
-def test_divided_optimizer_states_in_recordings(plan: str, precision: str, crew: Crew) -> None:
-    """Sums to the owners of the pieces, and weights exchanged, as work of the device; with the bits of whole states where nothing is
-    clipped.
-    """
-    case = sequences(task="tagging", plan=EVERY[plan], model__widths=[16, 12], train__shard_optimizer=True, train__clip=None)
-    case = again(case, train__precision=precision)
-    recorded, launched = crew.run(case), crew.run(changed(case, recorded=False))
-    whole = crew.run(changed(case, train__shard_optimizer=False))
-    assert recorded.replays == whole.replays
-    assert recorded.replays > 0 or len(case["groups"][0]) > 1
-    for other in (launched, whole):
-        odd = [name for name, tensor in recorded.bits().items() if name != "norms" and not torch.equal(tensor, other.bits()[name])]
-        assert odd == []
-
-
 @pytest.mark.parametrize("plan", EVERY)
 def test_carried_state_and_accumulation_in_recordings(plan: str, crew: Crew) -> None:
     """A stream in two windows a step, with tied weights, dropout and a learned carry."""

@@ -58,27 +58,11 @@ def test_what_would_make_it_fit_does() -> None:
 
 
 def test_a_unit_that_no_device_holds_is_named_and_more_devices_are_not_offered() -> None:
-    # Sums that must keep their order rule out splitting the vocabulary.
-    said = refusal(units_of(200_000, train={"reproducible": True}), 4, 1.0)
+    said = refusal(units_of(200_000), 4, 1.0)
     assert "the encoder alone exceeds" in said or "the head alone exceeds" in said
     assert "of the largest device" in said
     assert "such devices" not in said
     assert said.endswith(" more memory on each device")
-
-
-def test_a_vocabulary_that_no_device_holds_is_split() -> None:
-    units = units_of(200_000)
-    assert "it fits with 24 such devices" in refusal(units, 4, 1.0)
-    small = machine(memory_bytes=GIB)
-    found = search(units, Cluster.uniform(small, 24))
-    plan = found.best.plan
-    assert plan.splits_vocabulary
-    assert "split vocabulary" in found.why
-    assert all(stage.memory.total <= stage.limit_bytes for stage in found.best.stages)
-    # One worker's rows of both matrices, their biases, and four layers; all-reduced are the layers alone.
-    rows, layers = 2 * 200_000 * 1024 + 200_000, 4 * (4 * 1024 * (2 * 1024 + 2))
-    assert found.best.stages[0].memory.parameters == pytest.approx(4 * (rows / plan.replicas + layers), rel=1e-5)
-    assert found.best.reduced_bytes == 4 * layers
 
 
 def test_batches_that_must_be_smaller_are_told_how_much() -> None:
@@ -94,20 +78,6 @@ def test_batches_that_must_be_smaller_are_told_how_much() -> None:
     cluster = Cluster.uniform(machine(memory_bytes=GIB), 1)
     assert fits(Space(both_ways(4096 * 64 // int(found[1])), cluster))
     assert not fits(Space(both_ways(4096 * 64 // (int(found[1]) - 1)), cluster))
-
-
-def test_dividing_the_optimizer_state_is_offered_where_it_suffices() -> None:
-    units = units_of(batch={"lanes": 8, "steps": 16})
-    said = refusal(replace(units, reproducible=True), 4, 0.6)  # every device is a replica
-    assert "train.shard_optimizer=true" in said
-    cluster = Cluster.uniform(machine(memory_bytes=int(0.6 * GIB)), 4)
-    divided = replace(units, reproducible=True, shard_optimizer=True)
-    found = search(divided, cluster).best
-    assert found.plan.replicas == 4
-    parameters = units.parameters(0, len(units)) * 4
-    assert found.stages[0].memory.optimizer == -(-2 * parameters // 4)
-    assert found.stages[0].memory.total <= found.stages[0].limit_bytes
-    assert "train.shard_optimizer" not in refusal(divided, 4, 0.3)
 
 
 def test_long_sequences_are_recomputed_and_at_two_levels_only_where_one_does_not_fit() -> None:

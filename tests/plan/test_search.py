@@ -271,14 +271,6 @@ def test_sequences_of_a_crf_are_not_cut_and_its_head_is_not_shared() -> None:
     assert all(plan.chunk_steps is None and not plan.share_head for plan in (choice.best.plan, *(rival.plan for rival in choice.rivals)))
 
 
-def test_a_reproducible_run_has_one_two_four_or_eight_replicas_and_no_micro_batches() -> None:
-    units = units_of(train={"reproducible": True}, batch={"lanes": 60, "steps": 32})
-    choice = search(units, Cluster.uniform(machine(), 6))
-    assert all(
-        plan.replicas in (1, 2, 4, 8) and plan.micro_batches == 1 for plan in (choice.best.plan, *(rival.plan for rival in choice.rivals))
-    )
-
-
 def test_a_gradient_sum_is_hidden_behind_backward_only_where_it_can_be() -> None:
     units = units_of(50, model={"hidden": 1024, "layers": 4}, batch={"lanes": 64, "steps": 64})
 

@@ -92,7 +92,6 @@ def test_a_front_and_a_pooled_head_have_the_parameters_of_the_model(pool: str, f
     assert units.whole
     assert units.shapes == (BatchShape(4, 17),)  # 100 steps become 34, and those 17
     assert units.tokens == 4 * 17 * 6
-    assert not units.has_vocabulary
 
 
 @pytest.mark.parametrize("front", ["none", [{"channels": 5, "kernel": 3, "stride": 1}]])
@@ -110,7 +109,6 @@ def test_characters_of_words_have_the_parameters_of_the_model_and_cost_time(kind
             own = [parameter for name, parameter in held.items() if name.startswith(names)]
             assert units.parameters(first, last) == sum(parameter.numel() for parameter in own)
             assert units.tensors(first, last) == len(own)
-        assert units.has_vocabulary == (characters == front == "none")
         assert units.units[0].width_out == units.units[1].width_in
         costs.append((Costs(units, shipped("h200")).unit(0, 4, 100).all, largest_stage(units, Plan.serial()).activations))
     assert costs[0][0] > costs[1][0]
@@ -178,12 +176,10 @@ def test_batches_of_sequences_stand_for_equal_parts_of_all_steps() -> None:
     assert one.shapes == (BatchShape(1, 1000),)
 
 
-def test_micro_batches_share_lanes_as_the_runtime_does_and_shards_take_their_place() -> None:
+def test_micro_batches_share_lanes_as_the_runtime_does() -> None:
     units, _ = build(hidden=8, layers=2)
     assert units.micro_batches(Plan(micro_batches=3), 10) == [3, 3, 4]
     assert units.micro_batches(Plan(micro_batches=3), 2) == [1, 1]
-    fixed = Units.of(Spec.model_validate({"train": {"reproducible": True}}), DataFacts(vocabulary=5))
-    assert fixed.micro_batches(Plan(replicas=2), 16) == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize(

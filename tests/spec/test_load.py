@@ -186,8 +186,7 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ("plan.stages=0", "plan.stages is 0; use a whole number >= 1"),
         (
             "plan=fast",
-            'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, micro_batches, cuts, recompute, kernel, '
-            "share_head, split_vocabulary",
+            'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, micro_batches, cuts, recompute, kernel, share_head',
         ),
         ("batch=3", "batch is 3; use a section with lanes, steps, windows, warmup, vary, tokens, eval_lanes"),
         # what fields say of each other
@@ -233,6 +232,11 @@ def test_text_may_be_empty_or_in_quotes(text: str, value: str | None) -> None:
 
 def test_a_comma_is_a_decimal_mark() -> None:
     assert load(None, ["task=forecasting", "data.train=x.csv", "data.decimal=,"]).data.decimal == ","
+
+
+def test_one_name_or_number_is_a_list_of_one() -> None:
+    data = load(overrides=["task=forecasting", "data.train=a.csv", "data.targets=load", "data.calendar=hour", "data.bands=0.8"]).data
+    assert (data.targets, data.calendar, data.bands) == (("load",), ("hour",), (0.8,))
 
 
 def test_several_mistakes_are_counted(spec_file: Path) -> None:

@@ -111,7 +111,6 @@ def test_a_refusal_names_the_part_what_is_wrong_in_it_and_only_what_the_plan_cut
     )
     assert refused(0, {"chunk_steps": 2}) == f"{steps}, or remove plan.chunk_steps"
     assert refused(1, {"micro_batches": 2}) == f"{lanes}, or remove plan.micro_batches"
-    assert refused(1, {}, reproducible=True) == f"{lanes}, or remove train.reproducible"
     trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), Over(0)))
     with pytest.warns(
         UserWarning, match=r"step by step, or set reads_whole = True in the head, so that no plan cuts the time that it reads; this"

@@ -155,7 +155,6 @@ def test_stages_do_not_push() -> None:
             {"sync": "async", "sync_dtype": "bf16"},
             "train.sync_dtype is for train.sync=local or diloco, not for train.sync=async",
         ),
-        ({"sync": "local", "reproducible": True}, "train.reproducible needs an exchange at every step"),
         ({"sync": "diloco", "optimizer": "ntasgd"}, "train.optimizer=ntasgd averages the weights of every step"),
         ({"sync": "local", "block_nesterov": True}, "train.block_nesterov needs block_momentum above 0"),
         ({"sync": "diloco", "sync_every": 10, "sync_fragments": 4}, "train.sync_every 10 is not a multiple of sync_fragments 4"),

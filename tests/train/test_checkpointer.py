@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +24,6 @@ from carrywave.model.model import Model
 from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import GroupSum, Summing
-from carrywave.parallel.sums.row_exchange import RowExchange
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint import snapshot
@@ -34,11 +32,10 @@ from carrywave.runs.checkpoint.snapshot import Groups, open_stored, publish, wri
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
 from carrywave.spec.load import parse
 from carrywave.step.optim import optimizer as optimizers
-from carrywave.step.row_parts import rows_of
 from carrywave.step.trainer import Trainer
 from carrywave.step.trainer_state import carry_tensors
 
-WORDS, HIDDEN, LAYERS = 7, 3, 3  # of which a layer's weights, divided over replicas, have two pieces, and its biases one
+WORDS, HIDDEN, LAYERS = 7, 3, 3
 UNITS = LAYERS + 2
 OPTIMIZERS = ("sgd", "adam", "ntasgd")
 
@@ -54,22 +51,19 @@ class Place(Mesh):
     def replicas_of(self, stages: Sequence[int]) -> Summing | None:
         return GroupSum(cast(dist.ProcessGroup, None)) if self.plan.replicas > 1 and len(stages) == 1 else None
 
-    def row_exchange(self) -> RowExchange:
-        return RowExchange(None, self.replica, self.plan.replicas, "gloo")  # type: ignore[arg-type]
 
-
-def worker(plan: Plan, rank: int, optimizer: str = "adam", *, tie: bool = False, hidden: int = HIDDEN, in_pieces: bool = False) -> Trainer:
+def worker(plan: Plan, rank: int, optimizer: str = "adam", *, tie: bool = False, hidden: int = HIDDEN) -> Trainer:
     encoder = Embedding(WORDS, hidden)
     head = Softmax(hidden, WORDS)
     if tie:
         head.weight = encoder.weight
     model = Model(encoder, LSTM(hidden, hidden, LAYERS), head)
-    keys = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0, "shard_optimizer": in_pieces}
+    keys = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}
     return Trainer(model, parse({"train": keys}).train, mesh=Place(plan, rank))
 
 
-def workers(plan: Plan, optimizer: str = "adam", *, tie: bool = False, in_pieces: bool = False) -> list[Trainer]:
-    return [worker(plan, rank, optimizer, tie=tie, in_pieces=in_pieces) for rank in range(plan.workers)]
+def workers(plan: Plan, optimizer: str = "adam", *, tie: bool = False) -> list[Trainer]:
+    return [worker(plan, rank, optimizer, tie=tie) for rank in range(plan.workers)]
 
 
 def drawn(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -79,14 +73,8 @@ def drawn(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
-    """The optimizer state that a worker holds; pieces by their range."""
-    if trainer.pieces is None:
-        return optimizers.state_tensors(trainer.optimizer, trainer.named)
-    return {
-        f"{key}[{piece.first}:{piece.last}]": tensor
-        for piece in trainer.pieces.owned
-        for key, tensor in optimizers.state_tensors(trainer.optimizer, [(piece.name, piece.part)]).items()
-    }
+    """The optimizer state that a worker holds."""
+    return optimizers.state_tensors(trainer.optimizer, trainer.named)
 
 
 def held(trainer: Trainer, lanes: int) -> Groups:
@@ -114,17 +102,7 @@ def fill(trainer: Trainer, lanes: int) -> None:
     groups = held(trainer, lanes)
     for group in ("parameters", "optimizer"):
         for name, tensor in groups[group].items():
-            rows = rows_of(name, tensor, trainer.held.rows)
-            name, _, span = name.partition("[")
-            if span and tensor.dim():  # a piece of what belongs to the name
-                first, last = (int(number) for number in span.removesuffix("]").split(":"))
-                tensor.copy_(drawn(name, (1000,), tensor.dtype)[first:last])
-            elif rows is not None:
-                shape = (rows.vocabulary, *tensor.shape[1:])
-                count = math.prod(shape)
-                tensor.copy_(drawn(name, (1000,), tensor.dtype)[:count].view(shape)[rows.low : rows.high])
-            else:
-                tensor.copy_(drawn(name, (1000,), tensor.dtype)[: tensor.numel()].view(tensor.shape))
+            tensor.copy_(drawn(name, (1000,), tensor.dtype)[: tensor.numel()].view(tensor.shape))
 
 
 def write(folder: Path, crew: Sequence[Trainer], lanes: int) -> Path:
@@ -143,23 +121,20 @@ def plans(draw: st.DrawFn) -> Plan:
     stages = draw(st.integers(1, UNITS))
     cuts = sorted(draw(st.permutations(range(1, UNITS)))[: stages - 1])
     plan = Plan(replicas=draw(st.integers(1, 4)), stages=stages, cuts=tuple(cuts), chunk_steps=2)
-    return replace(plan, share_head=stages > 1 and draw(st.booleans()), split_vocabulary=stages == 1 and draw(st.booleans()))
+    return replace(plan, share_head=stages > 1 and draw(st.booleans()))
 
 
 @settings(max_examples=25, deadline=None)
-@given(plans(), plans(), st.sampled_from(OPTIMIZERS), st.booleans(), st.integers(4, 9), st.tuples(st.booleans(), st.booleans()))
-def test_what_one_plan_wrote_another_reads(
-    first: Plan, second: Plan, optimizer: str, tie: bool, lanes: int, in_pieces: tuple[bool, bool]
-) -> None:
-    """Also where either of them divides the optimizer state over its replicas, and the other does not."""
+@given(plans(), plans(), st.sampled_from(OPTIMIZERS), st.booleans(), st.integers(4, 9))
+def test_what_one_plan_wrote_another_reads(first: Plan, second: Plan, optimizer: str, tie: bool, lanes: int) -> None:
     with tempfile.TemporaryDirectory() as name:
-        crew = workers(first, optimizer, tie=tie, in_pieces=in_pieces[0] and not first.splits_vocabulary)
+        crew = workers(first, optimizer, tie=tie)
         for trainer in crew:
             fill(trainer, lanes)
         write(Path(name), crew, lanes)
         stored = open_stored(Path(name))
         stored.verify()
-        for trainer in workers(second, optimizer, tie=tie, in_pieces=in_pieces[1] and not second.splits_vocabulary):
+        for trainer in workers(second, optimizer, tie=tie):
             load_state(trainer, stored, lanes)
             found = held(trainer, lanes)
             fill(trainer, lanes)

@@ -203,13 +203,6 @@ def samples() -> tuple[Sample, ...]:
     return tuple(Sample(kind, "fp32", 64, 64, lanes, 16, 1e-3 * lanes, 2e-3 * lanes) for kind in kinds for lanes in (1, 64))  # type: ignore[arg-type]
 
 
-def test_with_equal_bytes_on_any_number_every_worker_is_a_replica(use: Any) -> None:
-    use(NO_SUMS)
-    asked = given(2)
-    spec = asked.spec.model_copy(update={"train": asked.spec.train.model_copy(update={"reproducible": True})})
-    assert plan_run(ALONE, replace(asked, spec=spec), lambda line: None).plan == Plan(2)
-
-
 def test_a_kernel_alone_leaves_the_split_to_the_planner(use: Any) -> None:
     use(NO_SUMS)
     found = planned(2, {"kernel": "aten"})

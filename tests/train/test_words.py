@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import carrywave as cw
-from carrywave.errors import DataError, PlanError, UserError
+from carrywave.errors import DataError, UserError
 from carrywave.exporting.run_export import export_run
-from carrywave.model.vocabulary.rows import Rows
 from carrywave.runs.trained_run import open_run
 
 HAS_ONNX = all(find_spec(name) is not None for name in ("onnx", "onnxruntime"))
@@ -110,10 +109,3 @@ def test_a_stepper_takes_words_one_at_a_time(tmp_path: Path) -> None:
     assert found == outputs(tmp_path / "run", [{"tokens": words}])[0]
     with pytest.raises(DataError, match="which an id does not tell"):
         stepper.step({"a": 3})
-
-
-def test_a_vocabulary_is_not_split_beside_characters(tmp_path: Path) -> None:
-    fitted(tmp_path / "run", "cnn", train={"lr": 0.02, "epochs": 1})
-    task = open_run(tmp_path / "run", "cpu", None, whole=True).task
-    with pytest.raises(PlanError, match=r"remove it, or model.characters"):
-        task.model(rows=Rows.of_worker(task.facts.vocabulary, 0, 2))

@@ -21,6 +21,7 @@ import torch
 
 from carrywave.doctor import agreement, disk, measurement, verdicts, worker
 from carrywave.doctor import profile as profiles
+from carrywave.doctor.device_speed import DeviceSpeed
 from carrywave.doctor.finding import Finding, of_error, well
 from carrywave.doctor.links import MeasuredLink, check_links
 from carrywave.doctor.meeting import Guard, Meeting
@@ -29,12 +30,11 @@ from carrywave.doctor.report import Report, finding_text
 from carrywave.doctor.speed import check_speeds
 from carrywave.doctor.worker import Place, Worker
 from carrywave.errors import ContactLost, UserError, WorkerError
-from carrywave.measure.device_speed import DeviceSpeed
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup.launcher_env import launched, worker_file
 from carrywave.parallel.startup.rendezvous import number, reason, start_seconds
 from carrywave.parallel.world import World, join, launch_store, leave
-from carrywave.plan.profile import Profile, Reduction
+from carrywave.plan.profile import Profile
 from carrywave.runs import output_file
 
 LOOK_SECONDS = 60.0  # for a worker to look at its own host: a disk may not answer
@@ -92,11 +92,11 @@ def _alone(place: Place, request: Request, deliver: Deliver) -> int:
     guard.allow("device speed", MEASURE_SECONDS)
     speeds: dict[int, DeviceSpeed] = {}
     try:
-        row = measurement.measure(World.alone(device), [this_worker.home], lambda what: None, sums=False)
+        row = measurement.measure(World.alone(device), [this_worker.home], lambda what: None)
         speeds[0] = row["speed"]
         if request.profile is not None:
             guard.allow("the profile", PROFILE_SECONDS)
-            findings.append(_write_profile(request.profile, profiles.measure(device.type, 1), (), ()))
+            findings.append(_write_profile(request.profile, profiles.measure(device.type, 1), ()))
     except UserError as error:
         findings.append(of_error("profile", error))
     except RuntimeError as error:
@@ -255,12 +255,10 @@ class _Launched:
         self.findings += verdicts.of_self_test({rank: row["self_test"] for rank, row in rows.items()}, self.workers)
         if self.request.profile is not None and rows:
             self._allow("the profile", PROFILE_SECONDS)
-            firsts = len(worker.by_home(list(self.workers.values())))
-            sums = [Reduction(firsts, one["num_bytes"], one["seconds"], apart=True) for one in (rows[0]["sums"] if 0 in rows else [])]
             here = [each for each in self.workers.values() if each.home == self.workers[0].home]
             kind = self.workers[0].device.partition(":")[0]
             try:
-                self.findings.append(_write_profile(self.request.profile, profiles.measure(kind, len(here)), links, sums))
+                self.findings.append(_write_profile(self.request.profile, profiles.measure(kind, len(here)), links))
             except UserError as error:
                 self.findings.append(of_error("profile", error))
             self.findings += verdicts.other_devices(list(self.workers.values()))
@@ -323,7 +321,7 @@ class _Launched:
         try:
             self._at("connecting")
             world = join(self.request.device)
-            row = measurement.measure(world, homes, self._at, sums=self.request.profile is not None)
+            row = measurement.measure(world, homes, self._at)
         except (UserError, ContactLost) as error:
             row = {"error": str(error), "lost": isinstance(error, ContactLost)}
         except (RuntimeError, OSError) as error:
@@ -357,6 +355,6 @@ class _Launched:
             self.say(f"rank {self.place.rank}: {late.sentence}")
 
 
-def _write_profile(path: Path, profile: Profile, links: Sequence[MeasuredLink], sums: Sequence[Reduction]) -> Finding:
-    output_file.write(path, profiles.completed(profile, profiles.name_of(path), links, sums).to_json())
+def _write_profile(path: Path, profile: Profile, links: Sequence[MeasuredLink]) -> Finding:
+    output_file.write(path, profiles.completed(profile, profiles.name_of(path), links).to_json())
     return Finding("fine", "profile", f"written to {path}; carrywave plan --profile {path} and CARRYWAVE_PROFILE={path} use it")

@@ -9,42 +9,34 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import distributed as dist
 
+from carrywave.doctor import self_test
+from carrywave.doctor.device_speed import time_device
 from carrywave.doctor.links import MeasuredLink, Pair, pairs
-from carrywave.measure import device_memory, self_test
-from carrywave.measure.device_speed import time_device
-from carrywave.measure.work import time_messages, time_reductions
-from carrywave.parallel import process_groups
 from carrywave.parallel.liveness import lost_contact
-from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
-from carrywave.plan.plan import Plan
+from carrywave.plan.profile import BY_BACKEND
+from carrywave.train.start import timing
+from carrywave.train.start.timing import LARGE_BYTES, SMALL_BYTES
 
-PHASES = ("connecting", "device speed", "waiting for the others", "clocks", "links", "sums between hosts", "self-test", "done")
+PHASES = ("connecting", "device speed", "waiting for the others", "clocks", "links", "self-test", "done")
 CLOCK_ROUNDS = 8
 
 
 @lost_contact.kept
-def measure(world: World, homes: Sequence[str], at: Callable[[str], None], *, sums: bool) -> Row:
-    """Measure all; `homes` is the host of each rank, `at` is called with what comes next, `sums`: also time all-reduces between hosts.
+def measure(world: World, homes: Sequence[str], at: Callable[[str], None]) -> Row:
+    """Measure all; `homes` is the host of each rank, `at` is called with what comes next.
 
     What several workers measured together, only one of them returns.
     """
     firsts = [homes.index(home) for home in dict.fromkeys(homes)]
     at("device speed")
-    row: Row = {"speed": time_device(world.device, _together(world, at)), "links": [], "clocks": {}, "sums": [], "self_test": []}
+    row: Row = {"speed": time_device(world.device, _together(world, at)), "links": [], "clocks": {}, "self_test": []}
     if world.size > 1:
         at("clocks")
         row["clocks"] = _clocks(world, firsts)
         at("links")
         row["links"] = _links(world, pairs(homes))
-        if sums and len(firsts) > 1:
-            at("sums between hosts")
-            group = process_groups.group(firsts, "doctor")
-            if world.rank in firsts:
-                row["sums"] = [each["reduction"] for each in time_reductions(world, GroupSum(group))]
-            dist.barrier()
         at("self-test")
         row["self_test"] = self_test.run(world)
     at("done")
@@ -66,24 +58,20 @@ def _together(world: World, at: Callable[[str], None]) -> Callable[[], None]:
 def _links(world: World, rounds: Sequence[Sequence[Pair]]) -> list[MeasuredLink]:
     """The links whose first end is this worker."""
     links: list[MeasuredLink] = []
-    transport = "gloo"
-    if world.device.type == "cuda":
-        mesh = Mesh(world, Plan(world.size))
-        transport = mesh.sums
-        if mesh.in_device_memory:  # then all are on one host, and the host takes no part in their messages
-            rows = [row["link"] for row in device_memory.rows_of(mesh) if "link" in row]
-            return [_measured(Pair(0, 1, "within a host"), row) for row in rows]
+    if world.device.type == "cuda" and world.backend == "gloo":  # the host takes no part in messages; sums tell the link
+        rows = [row["within"] for row in timing.links(world) if "within" in row]
+        return [
+            MeasuredLink(*Pair(0, 1, "within a host"), row["latency_seconds"], row["bytes_per_second"], row["transport"]) for row in rows
+        ]
     for each in rounds:
         dist.barrier()
         for pair in each:
-            rows = [row["link"] for row in time_messages(world, transport, (pair.first, pair.second)) if "link" in row]
-            links += [_measured(pair, row) for row in rows]
+            small, large = (timing.time_messages(world, size, (pair.first, pair.second)) for size in (SMALL_BYTES, LARGE_BYTES))
+            if world.rank == pair.first:
+                row = timing.link(small, large, SMALL_BYTES, LARGE_BYTES, BY_BACKEND[world.backend])
+                links.append(MeasuredLink(*pair, row["latency_seconds"], row["bytes_per_second"], row["transport"]))
     dist.barrier()
     return links
-
-
-def _measured(pair: Pair, row: Row) -> MeasuredLink:
-    return MeasuredLink(*pair, row["latency_seconds"], row["bytes_per_second"], row["transport"])
 
 
 def _clocks(world: World, firsts: Sequence[int]) -> dict[str, tuple[float, float]]:

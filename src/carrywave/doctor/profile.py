@@ -1,4 +1,4 @@
-"""The profile that the planner uses, for all models: this host's devices on a grid of sizes, and the links as they were measured."""
+"""The profile that the planner uses, for all models: this host's devices on a few usual sizes, and the links as they were measured."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from carrywave.doctor.links import MeasuredLink
-from carrywave.measure.grid import OPTIMIZERS, PRECISIONS, modest_grid
-from carrywave.measure.profiles import Wanted, empty, extended
-from carrywave.plan.profile import Link, Profile, Reduction, Transport
+from carrywave.parallel import worker_pool
+from carrywave.plan.profile import Link, Profile, Transport
+from carrywave.train.start.machine import empty, extended, job_of, threads, usual_calls
 
 TRANSPORTS: dict[str, Transport] = {"device memory": "device memory", "NCCL": "NCCL", "gloo": "gloo"}
+PRECISIONS = {"cpu": ("fp32",), "cuda": ("bf16", "fp32", "tf32")}
 
 
 def measure(kind: str, workers: int) -> Profile:
     """Measure this host's devices, cpu or cuda, in processes of their own: one alone, then as many as there are workers on it."""
     profile = empty(kind)
-    for precision in PRECISIONS if kind == "cuda" else ("fp32",):
-        wanted = Wanted(modest_grid(kind, precision), OPTIMIZERS if precision in ("bf16", "fp32") else (), links=False)
-        profile = extended(profile, kind, precision, wanted, 1, launched=True, environment={})
-    if workers > 1:
-        # Cores share caches and memory, so that what several take is timed too; GPUs have their own.
-        asks = modest_grid(kind, "fp32") if kind == "cpu" else []
-        wanted = Wanted(asks, OPTIMIZERS if kind == "cpu" else (), links=True)
-        profile = extended(profile, kind, "fp32", wanted, workers, launched=False, environment={})
+    for precision in PRECISIONS[kind]:
+        for count in sorted({1, workers}):
+            job = job_of(usual_calls(kind), precision, kind)
+            rows = worker_pool.start("carrywave.train.start.timing", job, count, threads=threads(count), name="the measurement")
+            profile = extended(profile, rows, precision)
     return replace(profile, devices_per_host=workers)
 
 
-def completed(profile: Profile, name: str, links: Sequence[MeasuredLink], sums: Sequence[Reduction]) -> Profile:
-    """The profile with the slowest measured link of each kind, and all-reduces between hosts. Pure."""
+def completed(profile: Profile, name: str, links: Sequence[MeasuredLink]) -> Profile:
+    """The profile with the slowest measured link of each kind. Pure."""
     within, between = (
         min((link for link in links if link.kind == kind), key=lambda link: link.bytes_per_second, default=None)
         for kind in ("within a host", "between hosts")
@@ -39,7 +37,6 @@ def completed(profile: Profile, name: str, links: Sequence[MeasuredLink], sums: 
         name=name,
         within=profile.within if within is None else _link(within),
         between=profile.between if between is None else _link(between),
-        reductions=(*profile.reductions, *sums),
     )
 
 

@@ -11,9 +11,9 @@ from pydantic_core import to_jsonable_python
 from carrywave.doctor.finding import Finding, merged, well
 
 if TYPE_CHECKING:
+    from carrywave.doctor.device_speed import DeviceSpeed
     from carrywave.doctor.links import MeasuredLink
     from carrywave.doctor.worker import Worker
-    from carrywave.measure.device_speed import DeviceSpeed
 
 FORMAT = 1
 MARKS = {"fine": "ok", "warning": "WARNING", "wrong": "WRONG"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+from carrywave.doctor.device_speed import DeviceSpeed
 from carrywave.doctor.finding import Finding
-from carrywave.measure.device_speed import DeviceSpeed
 from carrywave.plan.show.text import seconds_text
 
 SLOW, VERY_SLOW = 1.25, 2.0  # times as long as the others take: worth a word; and twice as long makes half of a cluster useless

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.deferred_gradients import embedding
-from carrywave.model.vocabulary import rows as vocabulary_rows
-from carrywave.model.vocabulary.rows import Rows
 from carrywave.spec.step_inputs import StepInputs
 
 
@@ -20,7 +18,6 @@ class Embedding(nn.Module):
     """Embeds tokens [T, B] as vectors [T, B, E]. `dropout_words` drops a word at all of its occurrences in a batch.
 
     `rare`: (first, unknown, share): in training, this share of the tokens from the first on, which occur once, is read as the unknown one.
-    `rows`: this worker holds only these rows of the matrix, and others hold the rest.
     """
 
     def __init__(
@@ -29,7 +26,6 @@ class Embedding(nn.Module):
         width: int,
         dropout_words: float = 0.0,
         *,
-        rows: Rows | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -43,17 +39,15 @@ class Embedding(nn.Module):
         self.dropout_words = dropout_words
         self.rare: tuple[int, int, float] | None = None
         self.path = "encoder"  # prefix of the names of its random sites
-        self.rows = rows
-        held = vocabulary if rows is None else rows.count
-        self.weight = nn.Parameter(torch.empty(held, width, device=device, dtype=dtype).uniform_(-(3**0.5), 3**0.5))
+        self.weight = nn.Parameter(torch.empty(vocabulary, width, device=device, dtype=dtype).uniform_(-(3**0.5), 3**0.5))
 
     def forward(self, tokens_TB: Tensor) -> Tensor:
-        rows, weight = self.rows, self.weight
+        weight = self.weight
         if self.training and self.rare is not None:
             first, unknown, share = self.rare
             hidden_TB = (tokens_TB >= first) & (self._kept("rare", share, tokens_TB, weight.dtype) == 0)
             tokens_TB = tokens_TB.masked_fill(hidden_TB, unknown)
-        x_TBE = embedding(tokens_TB, weight) if rows is None else vocabulary_rows.embedded(tokens_TB, weight, rows)
+        x_TBE = embedding(tokens_TB, weight)
         if not self.training or not self.dropout_words:
             return x_TBE
         return x_TBE * self._kept("words", self.dropout_words, tokens_TB, x_TBE.dtype)[..., None]

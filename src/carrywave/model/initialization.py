@@ -1,9 +1,8 @@
 """Initial weights keyed by (seed, parameter name) and by row and column: the same on every worker and in any order of initialisation.
 
 Generated in float64, then cast, so that the dtype affects only rounding. Uniform numbers are exact on every device, so a parameter draws
-them where it is, a block at a time; others are drawn on the CPU. The last bits of orthogonal matrices depend on the CPU and its threads. A
-worker that holds some rows of a vocabulary draws those rows alone, and parameters on torch's meta device, which other workers hold, are
-passed over.
+them where it is, a block at a time; others are drawn on the CPU. The last bits of orthogonal matrices depend on the CPU and its threads.
+Parameters on torch's meta device, which other workers hold, are passed over.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # drawn at once: all of a ma
 
 
 class Uniform(NamedTuple):
-    """Numbers between -bound and bound; `first` is the number of the matrix's first row."""
+    """Numbers between -bound and bound."""
 
     bound: float
-    first: int = 0
 
 
 class _Scales(NamedTuple):
@@ -106,7 +104,7 @@ def _value(
     if isinstance(module, Recurrent):
         return _layer(module, name, shape, key, init, forget_bias)
     if isinstance(module, Embedding) or (isinstance(module, Softmax) and name == "weight"):
-        return Uniform(scales.of(module), 0 if module.rows is None else module.rows.low)
+        return Uniform(scales.of(module))
     if isinstance(module, (PooledSoftmax, Ctc, CRF)) and name == "weight" and scales.asked is not None:
         return Uniform(scales.asked)
     if isinstance(module, Tables):
@@ -173,7 +171,7 @@ def _fill(parameter: Tensor, key: Tensor, numbers: Uniform) -> None:
     size = max(1, BLOCK_ELEMENTS["cuda" if device.type == "cuda" else "cpu"] * rows // max(1, parameter.numel()))
     for low in range(0, rows, size):
         block = parameter[low : low + size]
-        block.copy_(_uniform(key.to(device), tuple(block.shape), numbers.bound, numbers.first + low))
+        block.copy_(_uniform(key.to(device), tuple(block.shape), numbers.bound, low))
 
 
 def _uniform(key: Tensor, shape: tuple[int, ...], bound: float, first: int = 0) -> Tensor:

@@ -29,7 +29,6 @@ from carrywave.model.over_time.front import shorter
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.sample_weights import check_weights, for_each_target
 from carrywave.model.state import Chunk, State
-from carrywave.model.vocabulary.rows import sharing
 
 __all__ = ["Chunk", "Stage", "State", "regularize"]
 
@@ -109,7 +108,7 @@ class Stage(nn.Module):
             raise PlanError(f"the head needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         if chunk.resets is not None:
             check_resets(self)
-        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole), sharing(chunk.most):
+        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole):
             raw = x
             if self.encoder is not None:
                 raw = self.encoder(_spared(self._cast_floats(x), self.encoder), *([chunk.lengths] if self.has_front else []))
@@ -164,7 +163,7 @@ class Stage(nn.Module):
 
     def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count of the chunk; for a pooled head, of whole sequences, called once after the last chunk."""
-        with self.scope(chunk), sharing(chunk.most):
+        with self.scope(chunk):
             given = state.acc if self.accumulates else y
             if state.ended is not None:
                 given, target = state.ended, self._by_sequence(target, chunk, torch.nan if target.is_floating_point() else IGNORED)
@@ -184,7 +183,7 @@ class Stage(nn.Module):
         """The head's result: per step, or per lane from the accumulator if the head is pooled."""
         if state.ended is not None:
             raise UserError("lanes with several sequences have no result for each lane; give each sequence a lane of its own")
-        with self.scope(chunk), sharing(chunk.most):
+        with self.scope(chunk):
             return self.head(state.acc if self.accumulates else y, *self._beside(y, chunk))
 
     def score(self, out: Any, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:

@@ -51,7 +51,6 @@ class Chunk:
     key: Tensor | None = None  # the batch's key, int32[2] on the device; None if nothing is random
     full: bool = False  # True if the host knows that every step is real
     window: WindowChunk | None = None  # if kernels may keep buffers and carries from chunk to chunk
-    most: int | None = None  # lanes of the replica that has the most, if replicas share a vocabulary
     whole: bool = False  # True if this is the full batch
     history: Tensor | None = None  # [N - 1 + T, B, C] past values for a head that reads N up to each step
     resets: Tensor | None = None  # [T, B] bool, steps with which a lane starts a new sequence; None: none of this chunk's

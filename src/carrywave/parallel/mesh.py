@@ -29,7 +29,6 @@ from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
 from carrywave.parallel.sums.host_sums import HostSum
-from carrywave.parallel.sums.row_exchange import RowExchange
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.placement import Seat, arrange, seats
 from carrywave.plan.plan import Plan
@@ -145,14 +144,6 @@ class Mesh:
                 dist.all_reduce(whole, group=groups[self.stage])
             joined[name] = whole.to(part.device)
         return joined
-
-    def row_exchange(self) -> RowExchange:
-        """What replicas exchange if they share a vocabulary; each is then one worker. Collective: every rank must call it."""
-        # Not the group of the gradients' sums: those are in flight while backward goes on with these.
-        group = process_groups.group(self.ranks, "vocabulary")
-        exchange = RowExchange(group, self.replica, self.plan.replicas, self.world.backend)
-        process_groups.use(group, exchange.close)
-        return exchange
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce in place over all workers; gives the same bits on each."""

@@ -114,11 +114,6 @@ class Cluster:
         links = [profile.between for profile in profiles if profile.between is not None]
         return self.between or min(links, key=lambda link: link.bytes_per_second, default=self.link_within(profiles))
 
-    @property
-    def uniform_kind(self) -> bool:
-        """True if all devices are of one kind."""
-        return all(host.profile is self.hosts[0].profile for host in self.hosts)
-
     def place(self, replicas: int, stages: int) -> Placement:
         """Place replicas × stages workers on the first devices of the cluster."""
         used = replicas * stages

@@ -89,7 +89,7 @@ class Footprint:
         # In half precision, on GPUs, kernels hold what they saved of a window until all of its gradients are pending.
         most_held, most_pending = (max(each) for each in zip(*split, strict=True))
         split = [(most_held, most_pending)] if self.defer_weights and half else split
-        # The running chunk's temporaries; deferred gradients instead need a second copy of the largest unit's pending rows, over all chunks.
+        # The running chunk's temporaries; deferred gradients instead need a second copy of the largest unit's pending rows for the window.
         work = max([unit.work for unit in held] + [head.work + head.kept] * self.share_head, default=0)
         workspace = (work + (kept if self.plan.recompute else 0)) * chunk * e
         if self.defer_weights:

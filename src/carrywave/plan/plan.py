@@ -14,8 +14,6 @@ from carrywave.spec.plan_spec import PlanSpec
 
 CHUNK_STEPS = 16  # default steps per chunk when there are several stages; shorter chunks cost more than they gain
 
-LOGITS_AT_ONCE = 1 << 24  # of a split vocabulary, on each replica: 64 MiB in float32
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -37,7 +35,6 @@ class Plan:
     recompute: bool | Literal["twice"] = False
     kernel: str = "auto"
     share_head: bool = False  # distribute the head's work over all stages instead of leaving it to the last one
-    split_vocabulary: bool = False  # each replica holds some rows of embedding and softmax instead of all
 
     @staticmethod
     def serial() -> Plan:
@@ -53,11 +50,6 @@ class Plan:
     def shares_head(self) -> bool:
         """True if several stages share the head's work; a single stage has none to share it with."""
         return self.share_head and self.stages > 1
-
-    @property
-    def splits_vocabulary(self) -> bool:
-        """True if several replicas share the vocabulary; a single one has nobody to share it with."""
-        return self.split_vocabulary and self.replicas > 1
 
     def chunks(self, steps: int) -> int:
         """Number of chunks in a window of `steps` steps."""
@@ -125,11 +117,9 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
         asked.recompute,
         asked.kernel,
         asked.share_head,
-        asked.split_vocabulary,
     )
     plan.edges(units)
     check_head(plan, pooled=pooled)
-    check_replicas(plan)
     return plan
 
 
@@ -140,15 +130,8 @@ def fewer(asked: PlanSpec, workers: int) -> PlanSpec:
     return asked.model_copy(update={"replicas": None, "stages": stages, "cuts": cuts})
 
 
-def check_sync(plan: Plan, sync: str, *, shard_optimizer: bool = False) -> None:
-    """Refuse a plan under which replicas cannot exchange in the way that `train.sync` and `train.shard_optimizer` ask for."""
-    if plan.splits_vocabulary and sync != "step":
-        raise PlanError(f"plan.split_vocabulary=true needs an exchange at every step, but train.sync={sync}; remove one of them")
-    if plan.splits_vocabulary and shard_optimizer:
-        raise PlanError(
-            "plan.split_vocabulary=true divides the vocabulary's optimizer state by rows, and train.shard_optimizer=true all of it by "
-            "pieces; remove one of them"
-        )
+def check_sync(plan: Plan, sync: str) -> None:
+    """Refuse a plan under which replicas cannot exchange in the way that `train.sync` asks for."""
     if sync == "async" and plan.stages > 1:
         raise PlanError(
             f"train.sync=async trains a whole model on each worker, but plan.stages={plan.stages}; "
@@ -162,27 +145,6 @@ def check_head(plan: Plan, *, pooled: bool) -> None:
         raise PlanError(
             "plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences; "
             "remove plan.share_head"
-        )
-
-
-def check_replicas(plan: Plan) -> None:
-    """Reject a split vocabulary in a pipeline: the rows are split over replicas, which meet at every chunk."""
-    if plan.split_vocabulary and plan.stages > 1:
-        raise PlanError(
-            f"plan.split_vocabulary=true splits the vocabulary over replicas, which cannot have plan.stages={plan.stages} stages; "
-            "use plan.stages=1, or plan.share_head instead"
-        )
-
-
-def check_vocabulary(plan: Plan, vocabulary: int) -> None:
-    """Reject a split of a vocabulary that is not there, or has fewer rows than there are replicas."""
-    if not plan.splits_vocabulary:
-        return
-    if not vocabulary:
-        raise PlanError("plan.split_vocabulary=true, but the data is numeric, so there is no vocabulary; remove plan.split_vocabulary")
-    if vocabulary < plan.replicas:
-        raise PlanError(
-            f"a vocabulary of {vocabulary} cannot be split over {plan.replicas} replicas; remove plan.split_vocabulary, or use fewer"
         )
 
 

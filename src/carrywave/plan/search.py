@@ -1,7 +1,7 @@
 """Finds the best plan for a spec on a cluster: over replicas, stages, cuts, chunks, micro-batches, recomputation and a shared head.
 
-Memory filters; a formula ranks what fits (`PlanCost.estimate`); the first few of each kind are simulated, and the fastest is chosen. Settings
-that change the result of training (lanes, steps, precision, accumulation) belong to the spec and are never touched.
+Memory filters; a formula ranks what fits (`PlanCost.estimate`); the first few of each kind are simulated, and the fastest is chosen.
+Settings that change the result of training (lanes, steps, precision, accumulation) belong to the spec and are never touched.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Units:
             pooled or bool(alignments),
             model.bidirectional or spec.reads_whole,
             spec.streams,
-            _outer_copies(spec.train),
+            outer=_outer_copies(spec.train),
             whole_head=model.crf is True or spec.task == "transcription",
             picks_rows=model.softmax == "adaptive",
             stride=total_stride(model.front_layers),

@@ -347,7 +347,7 @@ def plan_sentence(plan: Mapping[str, Any]) -> str:
     micro = int(plan.get("micro_batches") or 1)
     parts = [chunks, *([counted(micro, "micro-batch")] if micro > 1 else [])]
     parts += ["recomputation" if plan["recompute"] is True else "recomputation at two levels"] if plan.get("recompute") else []
-    parts += [words for name, words in (("share_head", "head shared"), ("split_vocabulary", "vocabulary split")) if plan.get(name)]
+    parts += [words for name, words in (("share_head", "head shared"),) if plan.get(name)]
     if replicas * stages == 1:
         return ", ".join(["one device", *parts])
     return ", ".join([f"{counted(replicas, 'replica')} × {counted(stages, 'stage')}", *parts])

@@ -10,8 +10,9 @@ from typing import Any, cast
 from carrywave.plan.schedule.schedule import Phase, StageTask
 from carrywave.plan.show.drawing import inline
 from carrywave.plan.show.svg import Panel, draw
-from carrywave.plan.show.text import seconds_text, unit_names
+from carrywave.plan.show.text import seconds_text
 from carrywave.plan.simulation import TaskSpan, Timeline
+from carrywave.plan.units import unit_names
 from carrywave.report.record import RunRecord, is_number
 
 BOX, GAP, TALL, LINE, MARGIN = 176, 44, 64, 26, 8  # pixels: width of a stage, between stages, height of a stage, between replicas
@@ -66,7 +67,7 @@ def step_picture(record: RunRecord, most: int = MOST_SPANS) -> str:
     panels = []
     predicted = record.timeline.get("predicted")
     if isinstance(predicted, Mapping) and (rows := _that_fit(_rows(predicted.get("rows")), most // 2)):
-        timeline = Timeline(tuple(rows), (0,) * len(rows))
+        timeline = Timeline(tuple(rows))
         panels.append(Panel(f"predicted: {seconds_text(timeline.seconds)}", timeline, [str(n) for n in predicted.get("stages") or ()]))
     measured = _measured(record, most // 2)
     if measured is not None:
@@ -91,7 +92,7 @@ def _measured(record: RunRecord, most: int = MOST_SPANS) -> Panel | None:
     rows = _that_fit(rows, most)
     if not rows:
         return None
-    timeline = Timeline(tuple(rows), (0,) * len(rows))
+    timeline = Timeline(tuple(rows))
     step = record.timeline.get("step")
     return Panel(f"measured: {seconds_text(timeline.seconds)}, step {step} timed task by task", timeline, names)
 

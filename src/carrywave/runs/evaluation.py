@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,14 +21,12 @@ from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
-from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.own_modules.splitting import SplitCheck
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Observer
 from carrywave.step.passes.micro_batches import FlatCarry, flatten
-from carrywave.step.reproducible.shards import local_shards, parts_of, settle
 from carrywave.tasks.label_metrics import Row
 from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
@@ -81,27 +79,20 @@ def evaluate(
     batches a user's modules were checked with.
     """
     device = mesh.device
-    shards = local_shards(mesh) if task.spec.train.reproducible else None
-    if shards is not None:
-        settle(device)
     by_series = details is not None and "series" in details.by
-    places, local = (1, range(1)) if shards is None else (SHARDS, shards)
     understood = model.has_output and (task.spec.task != "transcription" or is_ctc(model))
-    judges = {shard: _Judge(task.meter(device, part, by_series=by_series, tops=tops) if understood else None) for shard in local}
-    watched = any(judge.meter is not None for judge in judges.values())
-    sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
-    observers: dict[int, Observer] = {shard: judge.see for shard, judge in judges.items()} if watched else {}
-    for shard, _, outcome in _walk(model, task.spec, part, mesh, stage, observers, tick, capture, shards, splits):
-        sums[shard, :2] += torch.stack([outcome.loss_sum, outcome.count])
-    for shard, judge in judges.items():
-        sums[shard, 2] = float(watched and judge.meter is None)
-    loss_sum, count, unfit = tree(mesh.sum_(sums).unbind(), torch.add).tolist()
+    judge = _Judge(task.meter(device, part, by_series=by_series, tops=tops) if understood else None)
+    watched = judge.meter is not None
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
+    for _, outcome in _walk(model, task.spec, part, mesh, stage, judge.see if watched else None, tick, capture, splits):
+        sums[:2] += torch.stack([outcome.loss_sum, outcome.count])
+    sums[2] = float(watched and judge.meter is None)
+    loss_sum, count, unfit = mesh.sum_(sums).tolist()
     if not count:
         raise DataError(f"{part.name} contains no targets: every label in it is ignored; add labels")
     metrics: dict[str, float] = {}
-    meters = {shard: judge.meter for shard, judge in judges.items() if judge.meter is not None}
-    if meters and not unfit:
-        metric = joined(meters, places, mesh)
+    if judge.meter is not None and not unfit:
+        metric = joined(judge.meter, mesh)
         metrics = metric.values()
         if details is not None:
             details.rows.update({by: metric.rows(by) for by in details.by})
@@ -116,16 +107,11 @@ def is_ctc(model: Model | OpaqueModel) -> bool:
     return isinstance(model, Model) and isinstance(model.head, Ctc)
 
 
-def joined(meters: Mapping[int, Metric], places: int, mesh: Mesh) -> Metric:
-    """The metric summed over all workers and shards; this worker's first meter holds the result."""
-    by_shard = {shard: meter.tensors() for shard, meter in meters.items()}
-    first = next(iter(meters))
-    for name, tensor in by_shard[first].items():
-        parts = tensor.new_zeros((places, *tensor.shape))
-        for shard, tensors in by_shard.items():
-            parts[shard] = tensors[name]
-        tensor.copy_(tree(mesh.sum_(parts).unbind(), torch.add))
-    return meters[first]
+def joined(meter: Metric, mesh: Mesh) -> Metric:
+    """The metric summed over all workers, in place."""
+    for tensor in meter.tensors().values():
+        mesh.sum_(tensor)
+    return meter
 
 
 def passes(
@@ -145,9 +131,7 @@ def passes(
     of a recurring shape are captured and replayed; what is observed, and the outcome, are then valid until the next batch.
     """
     see: Observer | None = None if observe is None else lambda out, target, *_: observe(out, target)
-    observers = {} if see is None else {0: see}
-    for _, batch, outcome in _walk(model, spec, part, mesh, stage, observers, tick, capture, None):
-        yield batch, outcome
+    yield from _walk(model, spec, part, mesh, stage, see, tick, capture)
 
 
 def _walk(
@@ -156,13 +140,12 @@ def _walk(
     part: Part,
     mesh: Mesh,
     stage: Stage | OpaqueModel | None,
-    observers: Mapping[int, Observer],
+    observe: Observer | None,
     tick: Callable[[int, int], None] | None,
     capture: Capture | None,
-    shards: Sequence[int] | None,
     splits: SplitCheck | None = None,
-) -> Iterator[tuple[int, Batch, BatchOutcome]]:
-    """As `passes`, for each canonical shard of a batch separately; with `shards` None, this worker's whole part is one."""
+) -> Iterator[tuple[Batch, BatchOutcome]]:
+    """As `passes`, with all that an output can be told about."""
     stage = stage or (Stage(model, *mesh.unit_range(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
@@ -170,25 +153,21 @@ def _walk(
     if capture is None:
         capture = Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device)
     forward = _Forward(stage, mesh, spec, uncut_time=model.reads_whole)
-    splits = splits or SplitCheck(model, stage, mesh, precision=spec.train.precision, shards=shards is not None)
-    states: dict[int, State] = {}
+    splits = splits or SplitCheck(model, stage, mesh, precision=spec.train.precision)
+    state: State | None = None
     total = order.num_steps(0)
     with mode(model, training=False):
         for batch in loader.batches(Cursor(0, 0)):
             splits.look([batch], [random.key(0)], training=False)
-            for shard, piece in parts_of(mesh, batch, shards, pooled=model.pooled):
-                state = states.get(shard)
-                if state is None or not spec.streams:
-                    state = stage.start(piece.lanes.shape[0], mesh.device).detach()
-                observe = observers.get(shard)
-                # What a pooled head has accumulated is not among the tensors passed from one graph to the next.
-                if capture is None or (state.acc is not None and spec.streams):
-                    outcome = forward.run(piece, state, observe)
-                else:
-                    outcome = forward.recorded(capture, piece, state, observe)
-                # The next shard may be computed in the same buffers.
-                states[shard] = outcome.state if shards is None else outcome.state.map(torch.clone)
-                yield shard, piece, outcome
+            if state is None or not spec.streams:
+                state = stage.start(batch.lanes.shape[0], mesh.device).detach()
+            # What a pooled head has accumulated is not among the tensors passed from one graph to the next.
+            if capture is None or (state.acc is not None and spec.streams):
+                outcome = forward.run(batch, state, observe)
+            else:
+                outcome = forward.recorded(capture, batch, state, observe)
+            state = outcome.state
+            yield batch, outcome
             if tick is not None:
                 tick(batch.step + 1, total)
 

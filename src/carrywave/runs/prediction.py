@@ -27,7 +27,7 @@ from carrywave.data.python_inputs import read_python, rows_for, series_of, serie
 from carrywave.data.tables import step_series
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.text.tally import Tally
-from carrywave.errors import PlanError, RunError, UserError, option
+from carrywave.errors import RunError, UserError, option
 from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
 from carrywave.runs.ensemble.averages import AveragedOutputs, mean_of_forecasts
@@ -312,11 +312,6 @@ def _check(saved: Saved, request: _Request) -> None:
         sample_paths.check(saved, request.samples, request.steps)
         if len(request.paths) > 1:
             raise UserError(f"{option('samples')} draws from one distribution, and the average of several runs is none; pass one run")
-    if saved.mesh.plan.splits_vocabulary and task == "language":
-        raise PlanError(
-            "a prompt is continued by workers that each hold the whole vocabulary, but this run splits it over them; "
-            f"start one worker instead of {saved.mesh.world.size}"
-        )
     if not saved.model.has_output:
         raise RunError(f"head {type(saved.model.head).__name__} has no forward method, so it cannot predict; add one")
     if task == "transcription" and not is_ctc(saved.model):

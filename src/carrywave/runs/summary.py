@@ -14,9 +14,7 @@ from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.over_time.front import Front
-from carrywave.model.vocabulary.split import count_parameters
 from carrywave.parallel.mesh import Mesh
-from carrywave.plan.canonical_shards import SHARDS
 from carrywave.plan.memory import largest_stage, say
 from carrywave.plan.placement import Seat, describe
 from carrywave.plan.plan import Plan
@@ -48,7 +46,7 @@ def summarize(
     """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `transports` is how
     workers reach each other, and `seated` where they sit; nothing if they do not exist. `kept` says where several workers keep the run.
     """
-    parameters = count_parameters(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     widest = _longest(order)
     per_epoch = order.num_steps(0)
     steps = -(-per_epoch // spec.train.accumulate)
@@ -67,8 +65,6 @@ def summarize(
         lines += [f"hosts     {named[0]}", *(f"          {line}" for line in named[1:])]
     if kept:
         lines.append(f"folder    {kept}")
-    if spec.train.reproducible:
-        lines.append(f"shards    {SHARDS} groups of lanes, computed separately and summed in a fixed order, on 1, 2, 4 or 8 replicas")
     if spec.train.sync != "step":
         lines.append(f"sync      {_sync(spec.train, plan)}")
     names = backends(spec, model, plan, order, device)
@@ -86,7 +82,7 @@ def transports_of_run(mesh: Mesh, model: Model | OpaqueModel, spec: Spec) -> Tra
     on_gpu = mesh.device.type == "cuda"
     if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device) is None:
         return Transports(mesh.messages, mesh.sums, "", on_gpu)
-    one_piece = mesh.on_device and (mesh.plan.stages > 1 or spec.train.accumulate == 1) and not spec.train.reproducible
+    one_piece = mesh.on_device and (mesh.plan.stages > 1 or spec.train.accumulate == 1)
     return Transports(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu)
 
 
@@ -96,7 +92,7 @@ def backends(spec: Spec, model: Model | OpaqueModel, plan: Plan, order: Order, d
         return ()
     lstm, window = model.lstm, order.window(Cursor(0, 0))
     steps = -(-window.steps // model.stride) if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
-    lanes = -(-len(window.length) // (SHARDS if spec.train.reproducible else plan.replicas * plan.micro_batches))
+    lanes = -(-len(window.length) // (plan.replicas * plan.micro_batches))
     kernel = lstm.kernel if plan.kernel == "auto" else plan.kernel
     one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
     widths = (lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1)))
@@ -131,7 +127,6 @@ def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None, transp
         size = 8 if spec.train.precision == "fp64" else 4
         weights = parameters * size
         optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + bool(spec.train.momentum) + (spec.train.ema is not None))
-        optimizer //= plan.replicas if spec.train.shard_optimizer else 1
         return (
             f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "
             "what your own modules keep for backward is not included"

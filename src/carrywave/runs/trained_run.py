@@ -23,13 +23,11 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.parameter_placement import hold
 from carrywave.model.stage import Stage
-from carrywave.model.vocabulary.rows import Rows
-from carrywave.model.vocabulary.split import check_modules, split_vocabulary
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import World, join, leave, raise_on_all
-from carrywave.plan.plan import Plan, check_vocabulary, resolve
+from carrywave.plan.plan import Plan, resolve
 from carrywave.runs.checkpoint import own_weights
 from carrywave.runs.checkpoint.atomic_files import read_tensors
 from carrywave.runs.checkpoint.snapshot import open_stored, weights_metadata
@@ -94,26 +92,22 @@ def open_run(
     world = world or World.alone(pick_device(device))
     linear = None if own_model else read_linear(run.path, spec, codec, world.device)
     bands = _bands_of(run, spec, codec)
-    task, plan_spec = Task(spec, codec, facts, scale, own_model=own_model, linear=linear, bands=bands), _plan_spec_of(run, spec)
+    task, plan_spec = Task(spec, codec, facts, scale, own_model=own_model, linear=linear, bands=bands), spec.plan_spec
     if whole or spec.task == whole_for:
         plan_spec = plan_spec.model_copy(update={"stages": 1, "cuts": None})
     configure(spec.train.precision)
     if model is None:
         plan = _plan_for(plan_spec, spec.model.layers, world.size)
-        check_vocabulary(plan, facts.vocabulary)
     else:
         model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.pooled)
         plan = _plan_for(plan_spec, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
-        if plan.splits_vocabulary:
-            check_vocabulary(plan, check_modules(model))
     mesh = Mesh(world, plan)
     own_weights.check(run.weights)
     if model is None:
         # The file of pretrained embeddings was needed only at the start; the weights hold what became of them.
         bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
-        rows = Rows.of_worker(facts.vocabulary, world.rank, world.size) if plan.splits_vocabulary else None
         # In host memory first, where the weights are checked.
-        model = bare.model(rows=rows, holding=replace(holding_of(mesh, spec.model.layers + 2), device=torch.device("cpu")), draw=False)
+        model = bare.model(holding=replace(holding_of(mesh, spec.model.layers + 2), device=torch.device("cpu")), draw=False)
     dtype = parameter_dtype(spec.train.precision)
     model = model.to(dtype)
     take_weights(model, run.weights, str(run.weights))
@@ -121,8 +115,6 @@ def open_run(
     model.eval()
     if isinstance(model, OpaqueModel):
         return Saved(run, spec, task, model, mesh, model.to(mesh.device), given_codec)
-    if plan.splits_vocabulary:
-        split_vocabulary(model, mesh.row_exchange())
     holding = holding_of(mesh, model.units)
     hold(model, holding, dtype)
     return Saved(run, spec, task, model, mesh, Stage(model, holding.first, holding.last), given_codec)
@@ -160,16 +152,6 @@ def check_bands(saved: Saved) -> None:
             f"{saved.run.path} has no bands for its weights (data.bands): they are measured when training ends; train it to its end "
             f"({option('resume')})"
         )
-
-
-def _plan_spec_of(run: Run, spec: Spec) -> PlanSpec:
-    """The plan that the spec asks for; if it left that open, whether the plan that was chosen had to split the vocabulary."""
-    plan_spec = spec.plan_spec
-    if not spec.plans_itself:
-        return plan_spec
-    with suppress(RunError):
-        return plan_spec.model_copy(update={"split_vocabulary": run.read_object("plan.json").get("split_vocabulary") is True})
-    return plan_spec
 
 
 def _plan_for(plan_spec: PlanSpec, layers: int, workers: int) -> Plan:

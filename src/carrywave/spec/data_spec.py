@@ -199,10 +199,11 @@ class DataSpec(Section):
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 
-    @field_validator("series", mode="before")
+    @field_validator("columns", "targets", "series", "known", "calendar", "categorical", "static", "quantiles", "bands", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        """A single name or number where a list may stand is a list of one."""
+        return (value,) if isinstance(value, str | float) else tuple(value) if isinstance(value, list) else value
 
     @property
     def mark(self) -> str | None:

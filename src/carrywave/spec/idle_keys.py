@@ -212,7 +212,7 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {
     ),
     "batch": ("lanes", "steps", "vary", "tokens", "eval_lanes"),
     "train": (
-        *("optimizer", "lr", "weight_decay", "clip", "epochs", "max_steps", "accumulate", "precision", "reproducible", "shard_optimizer"),
+        *("optimizer", "lr", "weight_decay", "clip", "epochs", "max_steps", "accumulate", "precision"),
         *("seed", "schedule", "warmup", "alpha", "beta", "evaluate_every", "best", "weights", "early_stop", "on_nan", "log_every", "track"),
         *("snapshot_every", "keep", "sync", "ema"),
     ),

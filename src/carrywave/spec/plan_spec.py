@@ -31,6 +31,3 @@ class PlanSpec(Section):
         description="backend of the recurrent layers, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL takes precedence",
     )
     share_head: bool = Field(False, description="split the head's work over the stages; for a large vocabulary")
-    split_vocabulary: bool = Field(
-        False, description="split the rows of embedding and softmax over the replicas; for a vocabulary that is too large for one device"
-    )

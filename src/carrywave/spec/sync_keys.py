@@ -27,10 +27,6 @@ def check_sync(train: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} is for train.sync={' or '.join(modes)}, not for train.sync={sync}; remove it")
     if sync == "step":
         return
-    if train["reproducible"]:
-        raise ValueError(f"reproducible needs an exchange at every step, which train.sync={sync} does without; remove one of them")
-    if train["shard_optimizer"]:
-        raise ValueError(f"shard_optimizer divides what replicas have in common, but with train.sync={sync} each has its own; remove one")
     if train["optimizer"] == "ntasgd":
         raise ValueError(f"optimizer=ntasgd averages the weights of every step, which train.sync={sync} does not exchange; use sgd")
     if train["ema"] is not None:

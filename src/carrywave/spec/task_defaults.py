@@ -52,10 +52,10 @@ def _tagging(spec: Spec) -> Sections:
 
 
 def takes_crf(spec: Spec) -> bool:
-    """True if labels can be chosen together: nothing else that is asked for needs single ones, or cuts sequences or the vocabulary."""
+    """True if labels can be chosen together: nothing else that is asked for needs single ones, or cuts sequences."""
     train, plan = spec.train, spec.plan_spec
     single = spec.data.multi_label or train.class_weights is not None or train.label_smoothing > 0 or train.best == "top_5_accuracy"
-    cut = spec.streams or plan.share_head or plan.chunk_steps is not None or plan.split_vocabulary
+    cut = spec.streams or plan.share_head or plan.chunk_steps is not None
     return not single and not cut
 
 

@@ -111,14 +111,6 @@ class TrainSpec(Section):
         description="arithmetic; with bf16 and fp16, parameters and optimizer state stay in fp32. auto: bf16 if all devices are GPUs made "
         "for it (compute capability 8.0 or higher), otherwise fp32; the spec in a run's folder says which",
     )
-    reproducible: bool = Field(
-        False, description="bitwise identical results on 1, 2, 4 and 8 replicas, at a cost that is printed; see docs/reliability.md"
-    )
-    shard_optimizer: bool = Field(
-        False,
-        description="each replica of a stage keeps and updates only its part of the optimizer state, and the replicas exchange the new "
-        "weights: less memory, the same result; see docs/parallel.md",
-    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="seed of all randomness: weights, order, dropout")
     schedule: Literal["constant", "cosine", "plateau", "step", "linear"] = Field("constant", description="learning-rate schedule")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up, in any schedule")

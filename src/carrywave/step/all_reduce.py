@@ -3,8 +3,6 @@
 The gradients of each process group lie in one flat buffer, cut into buckets, each all-reduced as soon as its last gradient is final. The
 layout follows from the order of the parameters alone, and the buckets of a group start in the same order on every worker, so results repeat
 bit for bit from run to run.
-
-Where the replicas divide the optimizer state, and sums are in device memory, a gradient is summed only to its owners: half the traffic.
 """
 
 from __future__ import annotations
@@ -16,12 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
 from carrywave.plan.memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from carrywave.step.gradients import FlatBuffers, Gradients, Result
 from carrywave.step.norms import by_dtype, norm_of_each
-from carrywave.step.optim.pieces import Pieces
 
 
 @dataclass(frozen=True)
@@ -31,17 +27,13 @@ class Reduced:
     group: Summing
     parameters: Sequence[nn.Parameter]
     during_backward: bool = True  # may start while backward is still running
-    owners: Pieces | None = None  # if given, and if the group can do that, each replica gets only the sums of its pieces
 
 
 class _Bucket:
     """Neighbouring gradients of a flat buffer, all-reduced together."""
 
-    def __init__(
-        self, group: Summing, parameters: list[nn.Parameter], flat: Tensor, *, during_backward: bool, owned: Sequence[Sequence[Tensor]] = ()
-    ) -> None:
+    def __init__(self, group: Summing, parameters: list[nn.Parameter], flat: Tensor, *, during_backward: bool) -> None:
         self.group, self.parameters, self.flat, self.during_backward = group, parameters, flat, during_backward
-        self.owned = owned  # the parts of the buffer that each replica owns, if each needs only the sums of its own
         self.missing: set[int] = set()  # ids of the parameters whose gradients are not final yet
         self.work: Working | None = None
         self.started = False
@@ -75,12 +67,8 @@ class AllReduce(Gradients):
                 start = 0
                 for run in _runs(part, bucket_bytes or (BUCKET_BYTES if each.group.overlaps else DEVICE_BUCKET_BYTES)):
                     size = sum(p.numel() for p in run)
-                    owned = _owned(each, [self._summed[id(p)] for p in run])
-                    self.buckets.append(
-                        _Bucket(each.group, run, flat[start : start + size], during_backward=each.during_backward, owned=owned)
-                    )
+                    self.buckets.append(_Bucket(each.group, run, flat[start : start + size], during_backward=each.during_backward))
                     start += size
-        self.scattered = any(bucket.owned for bucket in self.buckets)
         self._of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
         hook = _weakly(self)
         handles = [
@@ -161,19 +149,7 @@ class AllReduce(Gradients):
             watched = [id(p) for p in bucket.parameters if id(p) in self._watched]
             if watched:
                 self.local |= zip(watched, norm_of_each([self._summed[each] for each in watched]).unbind(), strict=True)
-            if bucket.owned and isinstance(bucket.group, DeviceSum):
-                bucket.group.sum_to_owners(bucket.owned)
-            else:
-                bucket.work = bucket.group.all_reduce(bucket.flat)
-
-
-def _owned(reduced: Reduced, grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The parts of these gradients by their owners. None over gloo and NCCL: gloo's reduce-scatter is an all-reduce inside, and NCCL's
-    would need the gradients copied into the order of their owners, in as much memory again while several buckets are in flight.
-    """
-    if reduced.owners is None or not isinstance(reduced.group, DeviceSum):
-        return []
-    return [list(parts) for parts in zip(*(reduced.owners.cut(grad) for grad in grads), strict=True)]
+            bucket.work = bucket.group.all_reduce(bucket.flat)
 
 
 def _weakly(gradients: AllReduce) -> Callable[[Tensor], None]:

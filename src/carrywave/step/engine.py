@@ -1,11 +1,11 @@
 """The engine of a training step: run forward and backward of every batch, sum the gradients over workers, update the weights.
 
 Every plan takes this one way. A *pass* is the forward and backward of one batch; a pipeline takes all batches of a step in one pass, so
-that they follow each other through its stages. The parts decide what else differs: how gradients are summed (`Gradients` and its
-subclasses), and whether the lanes run shard by shard (a reproducible run).
+that they follow each other through its stages. What else differs is how gradients are summed (`Gradients` and
+`AllReduce`).
 
 If `graphs` are given, work whose shapes recur is replayed from CUDA graphs: the whole step if it is one pass, and all that workers exchange
-in it is work of the device; otherwise each pass, and, unless gradients are summed over workers or shards, the update.
+in it is work of the device; otherwise each pass, and, unless gradients are summed over workers, the update.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
@@ -25,12 +24,8 @@ from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.passes.compute import Compute
 from carrywave.step.passes.micro_batches import FlatCarry
 from carrywave.step.passes.profiler_ranges import span
-from carrywave.step.reproducible.fixed_tree import FixedTree
-from carrywave.step.reproducible.shards import Cut
 from carrywave.step.stats import total
 from carrywave.step.update import StatsAhead, StepResult, Update, Votes
-
-ShardStats = dict[int, Tensor]  # what the passes of each shard reported, added up; a step without shards has one, number 0
 
 
 @dataclass
@@ -40,7 +35,6 @@ class Engine:
     compute: Compute
     gradients: Gradients
     update: Update
-    shards: Sequence[int] | None = None  # this worker's shards of the lanes, in a reproducible run
     resets: bool = False  # True if lanes whose carry is not finite start over
     _missed: set[object] = field(default_factory=set, init=False)  # batches of which a step has left summed gradients unreached, by `_kind`
 
@@ -89,50 +83,21 @@ class Engine:
 
     def _summed_gradients(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, marks: Tensor | None, graphs: Capture | None
-    ) -> tuple[ShardStats, FlatCarry, StatsAhead | None]:
+    ) -> tuple[Tensor, FlatCarry, StatsAhead | None]:
         """Run all passes, and sum their gradients over the workers."""
         self.gradients.begin_step()
-        stats, carry = self.forward_backward(batches, keys, carry, graphs)
+        stats, carry = self.run_passes(batches, keys, carry, graphs)
         with span("sum of gradients"):
             ahead = self.gradients.sum_over_workers(meanwhile=lambda: self.update.ahead(stats, marks))
         return stats, carry, ahead
 
-    def forward_backward(
-        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
-    ) -> tuple[ShardStats, FlatCarry]:
-        """Run forward and backward of all batches, shard by shard if there are shards."""
-        if self.shards is None:
-            pass_stats, carry = self._run_passes(batches, keys, carry, graphs)
-            return {0: pass_stats}, carry
-        assert isinstance(self.gradients, FixedTree)
-        cuts = [Cut(self.mesh, batch, pooled=self.compute.stage.pooled) for batch in batches]
-        stats: ShardStats = {}
-        lefts: list[list[Tensor]] = []
-        for shard in self.shards:
-            parts = [cut.part(shard) for cut in cuts]
-            nonempty = [(part, key) for part, key in zip(parts, keys, strict=True) if part is not None]
-            if not nonempty:
-                self.gradients.skip()
-                continue
-            shard_batches, shard_keys = zip(*nonempty, strict=True)
-            # A shard that is empty in the first batch but not in a later one means that the number of lanes changed, and then all lanes are
-            # fresh.
-            before = carry
-            if carry is not None:
-                before = self.compute.start(shard_batches[0].lanes.shape[0]) if parts[0] is None else cuts[0].state(shard, carry)
-            stats[shard], left = self._run_passes(shard_batches, shard_keys, before, graphs)
-            if left is not None and parts[-1] is not None:
-                # A graph replay for the next shard may overwrite these tensors.
-                lefts.append([tensor.clone() for tensor in left])
-        return stats, None if carry is None else [torch.cat(tensors, dim=1) for tensors in zip(*lefts, strict=True)]
-
-    def _run_passes(
+    def run_passes(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
     ) -> tuple[Tensor, FlatCarry]:
-        """Run the passes of one shard, or of all lanes; returns the sum of what they report."""
+        """Run forward and backward of all batches; returns the sum of what the passes report."""
         size = len(batches) if self.mesh.plan.stages > 1 else 1
         firsts = range(0, len(batches), size)
-        self.gradients.begin_shard(len(firsts), static=graphs is not None)
+        self.gradients.begin_passes(len(firsts), static=graphs is not None)
         stats: list[Tensor] = []
         reached: list[Flags] = []
         for first in firsts:
@@ -146,32 +111,32 @@ class Engine:
                 (of_pass, flags), carry = self._pass(group, group_keys, carry, final=first == firsts[-1])
             stats.append(of_pass)
             reached.append(flags)
-        self.gradients.end_shard(reached)
+        self.gradients.end_passes(reached)
         return total(stats), carry
 
     def _pass(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, *, final: bool = False
     ) -> tuple[tuple[Tensor, Flags], FlatCarry]:
-        """One pass; `final`: the last of its shard, not captured, so gradients may be summed as soon as they are complete."""
+        """One pass; `final`: the last of the step, not captured, so gradients may be summed as soon as they are complete."""
         self.gradients.begin_pass()
         stats, carry = self.compute(batches, keys, carry, self.gradients if final else None)
         return (stats, self.gradients.end_pass()), carry
 
-    def _apply_update(self, stats: ShardStats, marks: Tensor | None, graphs: Capture | None, ahead: StatsAhead | None) -> StepResult:
+    def _apply_update(self, stats: Tensor, marks: Tensor | None, graphs: Capture | None, ahead: StatsAhead | None) -> StepResult:
         if graphs is None or not self._is_alone:
             with span("update"):
                 return self.update(stats, marks, ahead)
 
         def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
-            return self.update({0: tensors[0]}, None), None
+            return self.update(tensors[0], None), None
 
-        return graphs("update", update, [], [stats[0]], None, under=(*self._restarts(), *self.gradients.given))[0]
+        return graphs("update", update, [], [stats], None, under=(*self._restarts(), *self.gradients.given))[0]
 
     def _is_one_piece(self, batches: Sequence[Batch]) -> bool:
         """True if a step is one pass, and nothing in it needs the host."""
         one_pass = len(batches) == 1 or self.mesh.plan.stages > 1
         # A gradient that this worker lacks and another may have is looked up on the host. A worker without lanes lacks all of them.
-        return one_pass and self.shards is None and self.mesh.on_device and self.gradients.on_device and _kind(batches) not in self._missed
+        return one_pass and self.mesh.on_device and self.gradients.on_device and _kind(batches) not in self._missed
 
     @property
     def _is_alone(self) -> bool:

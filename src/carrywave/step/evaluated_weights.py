@@ -27,8 +27,6 @@ def evaluation_weights(trainer: Trainer, of: nn.Module | None) -> AbstractContex
         return _lent(trainer, trainer.sync.swapped())
     if trainer.user_optimizer or not weight_average.averaged(trainer.optimizer):
         return nullcontext()  # torch's ASGD has averages in its state that are the user's business
-    if trainer.pieces is not None:
-        return _lent(trainer, trainer.pieces.averaged(trainer.optimizer))
     return _lent(trainer, weight_average.swapped(trainer.optimizer))
 
 

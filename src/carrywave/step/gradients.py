@@ -3,16 +3,16 @@
 The calls of one step, in order:
 
     begin_step
-        begin_shard                 for each shard of the lanes: one, unless the run is reproducible
+        begin_passes
             begin_pass … end_pass   for each pass; in the last one, `sum_early` and `is_final` say which gradients are complete
-        end_shard
+        end_passes
     sum_over_workers
 
 `end_pass` moves the gradients of a pass to where they are kept, and returns which parameters it has reached. A replay of a captured pass
-runs no Python, so `end_shard` is given what was returned when the pass was captured.
+runs no Python, so `end_passes` is given what was returned when the pass was captured.
 
 Gradients that are summed over workers, and those that outlive a captured graph, lie in flat buffers at fixed addresses, and the parameters'
-`.grad` are views of them. A shard with a single pass has its fresh gradients copied there, which moves half the memory; with several, the
+`.grad` are views of them. A step with a single pass has its fresh gradients copied there, which moves half the memory; with several, the
 buffer is zeroed first and autograd adds to it in place. Without either, a single pass that nothing separates from its update leaves its
 gradients where autograd put them.
 """
@@ -38,20 +38,20 @@ class Allocate(Protocol):
 
 
 class FlatBuffers:
-    """One contiguous buffer for each part, parameters of one dtype, and a view for each of them; views start at multiples of `aligned`.
-    `allocate`: returns a zeroed buffer of this many numbers, by default in memory of this process.
+    """One contiguous buffer for each part, parameters of one dtype, and a view for each of them. `allocate`: returns a zeroed
+    buffer of this many numbers, by default in memory of this process.
     """
 
-    def __init__(self, parts: Sequence[Sequence[nn.Parameter]], *, aligned: int = 1, allocate: Allocate | None = None) -> None:
+    def __init__(self, parts: Sequence[Sequence[nn.Parameter]], *, allocate: Allocate | None = None) -> None:
         self.parts = parts
         self.flats: list[Tensor] = []
         self.views: list[Tensor] = []  # in the order of `parts`
         for part in self.parts:
-            sizes = [-(-p.numel() // aligned) * aligned for p in part]
+            sizes = [p.numel() for p in part]
             flat = (allocate or torch.zeros)(sum(sizes), dtype=part[0].dtype, device=part[0].device)
             self.flats.append(flat)
             # `.data`: views with version counters of their own, which tell whether a backward pass has added to a gradient.
-            self.views += [piece[: p.numel()].view_as(p).data for p, piece in zip(part, torch.split(flat, sizes), strict=True)]
+            self.views += [piece.view_as(p).data for p, piece in zip(part, torch.split(flat, sizes), strict=True)]
 
     @property
     def by_id(self) -> dict[int, Tensor]:
@@ -62,20 +62,19 @@ class FlatBuffers:
 class Gradients:
     """The gradients of one worker. `held` are all parameters on it, trained or not."""
 
-    sums = False  # True if gradients are summed over workers, or over shards
+    sums = False  # True if gradients are summed over workers
     on_device = True  # True if the host takes no part in that
-    scattered = False  # True if a worker gets the sums of the pieces that it owns, and the rest of its gradients is not summed
 
     def __init__(self, trained: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> None:
         self.trained, self.held = list(trained), list(held)
-        self.given = [False] * len(self.trained)  # which parameters the passes of the shard have reached
+        self.given = [False] * len(self.trained)  # which parameters the passes of the step have reached
         self.unreached: set[int] = set()  # ids of summed ones that no pass of the step reached on this worker; on others one may have
         self.local: dict[int, Tensor] = {}  # norms of some gradients before they were summed, by the parameter's id
         self._summed: dict[int, Tensor] = {}  # views of the buffers of summed gradients, by the parameter's id
         self._spare: dict[int, Tensor] = {}  # the same for the others, where they need one; allocated on first use
         self._flats: list[Tensor] = []
         self._homes: list[tuple[Tensor, Tensor]] = []  # each view with another one of the same place, which no one else has
-        self._views: dict[int, Tensor] = {}  # those in use in this shard
+        self._views: dict[int, Tensor] = {}  # those in use in this step
         self._versions: list[int] | None = None  # of the gradients after the last pass, if passes add to them in place
 
     @property
@@ -86,8 +85,8 @@ class Gradients:
     def begin_step(self) -> None:
         """Start an optimizer step."""
 
-    def begin_shard(self, passes: int, *, static: bool = False) -> None:
-        """Start a shard with this many passes. `static`: its gradients must have fixed addresses, because passes are captured."""
+    def begin_passes(self, passes: int, *, static: bool = False) -> None:
+        """Start the passes of a step, this many. `static`: its gradients must have fixed addresses, because passes are captured."""
         self.given = [False] * len(self.trained)
         for view, home in self._homes:
             if view.data_ptr() != home.data_ptr():
@@ -130,8 +129,8 @@ class Gradients:
             parameter.grad = self._views[id(parameter)]
         return reached
 
-    def end_shard(self, reached: Sequence[Flags]) -> None:
-        """The gradients of a shard are complete. `reached`: what `end_pass` returned for each pass."""
+    def end_passes(self, reached: Sequence[Flags]) -> None:
+        """The gradients of all passes are complete. `reached`: what `end_pass` returned for each pass."""
         self.given = [any(flags) for flags in zip(*reached, strict=True)]
         for parameter, given in zip(self.trained, self.given, strict=True):
             if given and id(parameter) in self._views:

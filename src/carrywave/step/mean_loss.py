@@ -12,12 +12,10 @@ from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.model.modes import mode
 from carrywave.model.state import State
-from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.step.checks.arguments import Lanes, check_batches, check_continued
 from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Observer
 from carrywave.step.passes.micro_batches import lanes_of
-from carrywave.step.reproducible.shards import parts_of
 from carrywave.step.trainer_view import TrainerView
 from carrywave.step.worker_setup import local_part
 
@@ -27,9 +25,8 @@ def mean_loss(trainer: TrainerView, batches: Iterable[Batch], observe: Callable[
     """The mean loss over the real targets of all batches; the same on every worker."""
     model, mesh = trainer.model, trainer.mesh
     see: Observer | None = None if observe is None else lambda out, target, *_: observe(out, target)
-    shards = trainer.engine.shards
-    sums = torch.zeros(1 if shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
-    states: dict[int, State] = {}
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    state: State | None = None
     lanes: Lanes | None = None
     with mode(model, training=False):
         for batch in _alike(trainer, [batches] if isinstance(batches, Batch) else batches):
@@ -38,17 +35,14 @@ def mean_loss(trainer: TrainerView, batches: Iterable[Batch], observe: Callable[
                 lanes = check_continued(batch, lanes)
             trainer.evaluation_splits.look([batch], [random.key(0)], training=False)
             local_batch = local_part(mesh, trainer.stage, batch, scores=trainer.stage.has_head, pooled=model.pooled)
-            # With `reproducible`, each shard of the lanes runs separately and shards are summed in a fixed order: the same bits for any
-            # number of replicas.
-            for shard, part in parts_of(mesh, local_batch, shards, pooled=model.pooled):
-                try:
-                    outcome = _forward(trainer, part, states.get(shard), see)
-                except BaseException as error:
-                    trainer.broke_off(error)
-                    raise
-                sums[shard] += torch.stack([outcome.loss_sum, outcome.count])
-                states[shard] = outcome.state
-    loss_sum, count = tree(mesh.sum_(sums).unbind(), torch.add).tolist()
+            try:
+                outcome = _forward(trainer, local_batch, state, see)
+            except BaseException as error:
+                trainer.broke_off(error)
+                raise
+            sums += torch.stack([outcome.loss_sum, outcome.count])
+            state = outcome.state
+    loss_sum, count = mesh.sum_(sums).tolist()
     if not count:
         raise UserError("the batches contain no targets; pass batches with targets")
     return float(loss_sum / count)

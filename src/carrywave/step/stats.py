@@ -4,9 +4,7 @@ A pass (forward and backward of a batch) returns one float64 vector (`pass_slots
 the output of a captured graph. Vectors of several passes are added up.
 
 After the last pass, every worker fills its part of one longer vector (`step_slots`), and a single all-reduce adds up the workers' vectors.
-What must be known of each worker separately has one slot per rank, to which the others add zero. In a reproducible run, nothing whose
-rounding depends on the order of summation is added up by the all-reduce either: losses and norms have one slot per stage and shard, which
-are added up afterwards in a fixed order.
+What must be known of each worker separately has one slot per rank, to which the others add zero.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import torch
 from torch import Tensor
 
 from carrywave.parallel.mesh import Mesh
-from carrywave.plan.canonical_shards import SHARDS, tree
 
 
 class Slots:
@@ -65,16 +62,13 @@ class StepStats:
     @property
     def score(self) -> tuple[Tensor, Tensor]:
         """Loss and count."""
-        score_SK2 = self["score"]
-        by_shard = score_SK2[0] if score_SK2.shape[0] == 1 else score_SK2.sum(0)
-        loss_sum, count = tree(by_shard.unbind(), torch.add).unbind()
+        loss_sum, count = self["score"].unbind()
         return loss_sum, count
 
     @property
     def squared(self) -> Tensor:
         """The squared norm of the summed gradient."""
-        squared_S = self["squared"]
-        return squared_S[0] if len(squared_S) == 1 else squared_S.sum()
+        return self["squared"]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._parts[name]
@@ -93,12 +87,11 @@ def total(vectors: Sequence[Tensor]) -> Tensor:
     return vectors[0] if len(vectors) == 1 else torch.stack(list(vectors)).sum(0)
 
 
-def step_slots(mesh: Mesh, *, parameters: int, mark_columns: int, reproducible: bool) -> Slots:
+def step_slots(mesh: Mesh, *, parameters: int, mark_columns: int) -> Slots:
     """What workers share after the last pass of a step."""
-    stages, shards = (mesh.plan.stages, SHARDS) if reproducible else (1, 1)
     return Slots(
-        score=(stages, shards, 2),  # loss and count
-        squared=(stages,),  # squared norm of the summed gradient
+        score=(2,),  # loss and count
+        squared=(),  # squared norm of the summed gradient
         overflow=(),  # above zero if any worker overflowed (fp16)
         votes=(2,),  # how many workers were asked to stop, as on Ctrl-C and as on SIGTERM
         reached=(parameters,),  # how many workers have a gradient for each parameter

@@ -47,12 +47,11 @@ from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.passes.compute import Compute
 from carrywave.step.passes.micro_batches import flatten, lanes_of
 from carrywave.step.precision import configure, with_settled_precision
-from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
 from carrywave.step.sync.user_loop import UserExchanges
 from carrywave.step.update import StepResult, Votes
 from carrywave.step.user_gradients import UserGradients
-from carrywave.step.worker_setup import engine_of, local_part, mesh_of, owned, pieces_of, place_model, tensors_of, trained, user_optimizer
+from carrywave.step.worker_setup import engine_of, local_part, mesh_of, place_model, tensors_of, trained, user_optimizer
 
 
 class Trainer:
@@ -109,19 +108,16 @@ class Trainer:
             # Before anything else that is collective: whether settling the precision is depends on the spec.
             arguments.check_alike(self.mesh.world, self.spec, optimizer, keep_state=keep_state)
         self.spec = with_settled_precision(self.spec, self.mesh.world, self.model)
-        check_sync(self.plan, self.spec.sync, shard_optimizer=self.spec.shard_optimizer)
+        check_sync(self.plan, self.spec.sync)
         self.within = within_step(self.mesh, self.spec)
         configure(self.spec.precision)
-        if self.spec.reproducible:
-            settle(self.device)
         self.held = place_model(self.model, self.mesh, self.spec)
         self.stage = self.held.stage
         self.keep_state = not whole if keep_state is None else keep_state
         self.named = trained(self.held)
         self.user_optimizer = optimizer is not None
-        self.pieces = pieces_of(self.mesh, self.spec)
         if optimizer is None:
-            self._optimizer = optimizer_of(self.spec, owned(self.pieces, self.named), self.device)
+            self._optimizer = optimizer_of(self.spec, self.named, self.device)
         else:
             check_separable(optimizer, self.plan)
             self._optimizer = user_optimizer(optimizer, self.held)
@@ -140,8 +136,8 @@ class Trainer:
         self.compute = Compute(
             self.stage, self.within, self.spec, keep_state=self.keep_state, uncut_time=self.model.reads_whole, scale=scale
         )
-        self.agreement = Agreement(self.within, self.held.replicated, self.model)
-        self.hooks = Hooks(self.held.parameters, self.model, self.within.plan, in_pieces=self.pieces is not None)
+        self.agreement = Agreement(self.within, self.held.parameters, self.model)
+        self.hooks = Hooks(self.held.parameters, self.model, self.within.plan)
         self.engine = self.new_engine()
         self.user_gradients = UserGradients()  # of `backward`, until they are applied
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
@@ -150,8 +146,7 @@ class Trainer:
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
-        shards = self.engine.shards is not None
-        self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.mesh, self.spec, self.agreement, shards=shards)
+        self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.mesh, self.spec, self.agreement)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
         capturable = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         where = self.device, self.plan, self.model, self.optimizer
@@ -226,7 +221,7 @@ class Trainer:
             with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off():
                 clock = self.compute.clock
                 uncaptured = (clock is not None and not clock.recordable) or self.hooks.any_registered(self.optimizer)
-                take = self.engine.step if applies else self.user_gradients.engine(self).backward
+                take = self.engine.step if applies else self.engine.backward
                 result, left = take(local_batches, keys, state, self.votes, None if uncaptured else self.capture)
         except BaseException as error:
             self.broke_off(error)
@@ -267,7 +262,7 @@ class Trainer:
     @lost_contact.kept
     def gradient_norm(self) -> Tensor:
         """The norm of what is in `.grad`, over the parameters on all workers. Collective: every rank must call it."""
-        return self.user_gradients.engine(self).update.norm()
+        return self.engine.update.norm()
 
     @lost_contact.kept
     def evaluate(self, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None = None) -> float:
@@ -324,8 +319,8 @@ class Trainer:
         """The record of non-finite steps."""
         return self.engine.update.nonfinite
 
-    def new_engine(self, *, scatters: bool = True) -> Engine:
-        """An engine for the parameters that are trained now; `scatters` as in `engine_of`. Collective: every rank must call it."""
+    def new_engine(self) -> Engine:
+        """An engine for the parameters that are trained now. Collective: every rank must call it."""
         return engine_of(
             self.model,
             self.held,
@@ -336,8 +331,6 @@ class Trainer:
             agreement=self.agreement,
             hooks=self.hooks,
             guards_weights=self.guards_weights,
-            pieces=self.pieces,
-            scatters=scatters,
         )
 
     def follow(self) -> bool:
@@ -351,7 +344,7 @@ class Trainer:
         kept = self.nonfinite.kept
         self.named = trained(self.held)
         if not self.user_optimizer:
-            optimizers.enlarge(self.optimizer, owned(self.pieces, self.named))
+            optimizers.enlarge(self.optimizer, self.named)
         self.engine = self.new_engine()
         self.nonfinite.kept.copy_(kept)
         self._audited = False

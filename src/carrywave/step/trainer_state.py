@@ -19,13 +19,11 @@ from carrywave.model.state import State
 from carrywave.parallel.gather import broadcast, collect
 from carrywave.parallel.nested import pack, plain, unpack
 from carrywave.parallel.world import all_gather_text, raise_on_all
-from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
-from carrywave.step.optim import optimizer_state, piece_state
-from carrywave.step.optim.piece_state import Wanted
+from carrywave.step.optim import optimizer_state
 from carrywave.step.sync.user_loop import check_unsaved
 from carrywave.step.trainer_view import TrainerView
-from carrywave.step.worker_setup import check_saved_whole, owned, tensors_of
+from carrywave.step.worker_setup import check_saved_whole, tensors_of
 
 FORMAT = 2
 _GROUPS = ("weights", "optimizer", "carry", "scaler")
@@ -33,13 +31,21 @@ _GROUPS = ("weights", "optimizer", "carry", "scaler")
 
 def whole_weights(trainer: TrainerView) -> dict[str, Tensor]:
     """On rank 0, the weights of the whole model, each once; empty on other ranks. Collective: every rank must call it."""
-    weights = row_parts.joined(collect(trainer.mesh.world, _local_part(trainer, trainer.parameters())))
+    weights = _each_once(collect(trainer.mesh.world, _local_part(trainer, trainer.parameters())))
     return {name: weights[name] for name in tensors_of(trainer.model) if name in weights}
 
 
 def _local_part(trainer: TrainerView, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this worker adds to the state of the whole model: all that it holds, if it is in the first replica, or its rows."""
-    return row_parts.named(tensors, trainer.held.rows, others=trainer.mesh.replica == 0)
+    """What this worker adds to the state of the whole model: all that it holds, if it is in the first replica."""
+    return dict(tensors) if trainer.mesh.replica == 0 else {}
+
+
+def _each_once(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all workers; the first who has one gives it."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        tensors |= {key: tensor for key, tensor in part.items() if key not in tensors}
+    return tensors
 
 
 def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,9 +69,7 @@ def state_dict(trainer: TrainerView) -> dict[str, Any]:
     weights = whole_weights(trainer)
     user_state = _user_optimizer(trainer) if trainer.user_optimizer else None
     state: dict[str, Tensor] = {}
-    if trainer.pieces is not None:
-        state = piece_state.saved(trainer.optimizer, trainer.pieces.owned)
-    elif not trainer.user_optimizer:
+    if not trainer.user_optimizer:
         state = _local_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
     low, high = trainer.mesh.share().bounds(len(trainer.lanes or ()))
     # With fewer lanes than replicas, some have only a placeholder.
@@ -76,7 +80,7 @@ def state_dict(trainer: TrainerView) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "weights": _on_host(weights),
-        "optimizer": _on_host(_whole(trainer, row_parts.joined(states))),
+        "optimizer": _on_host(_each_once(states)),
         "groups": [_settings(group) for group in trainer.optimizer.param_groups] if user_state is None else [],
         "own_optimizer": user_state,
         "kind": type(trainer.optimizer).__name__,
@@ -97,8 +101,6 @@ def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
             text, tensors = pack(given)
     text = all_gather_text(world, text)[0]
     state = unpack(text, broadcast(world, tensors))
-    rows = trainer.held.rows
-    state["weights"], state["optimizer"] = (row_parts.cut(state[part], rows) for part in ("weights", "optimizer"))
     with raise_on_all(world):
         # Anything that can be refused comes before the weights change.
         _check_weights(trainer, state["weights"])
@@ -112,9 +114,7 @@ def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
             trainer.scaler.check(state["scaler"])
     with raise_on_all(world):
         if trainer.user_optimizer:
-            held_rows = {name: (local_rows.low, local_rows.high) for name, local_rows in rows.items()}
-            user_state = optimizer_state.with_rows(state["own_optimizer"], held_rows)
-            optimizer_state.load(trainer.optimizer, trainer.held.parameters, user_state)
+            optimizer_state.load(trainer.optimizer, trainer.held.parameters, state["own_optimizer"])
         else:
             _take_optimizer(trainer, state["optimizer"], state["groups"])
     with raise_on_all(world):
@@ -172,48 +172,16 @@ def _check(given: Mapping[str, Any], optimizer: torch.optim.Optimizer, *, user_o
         )
 
 
-def _whole(trainer: TrainerView, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Optimizer state by parameter, put together from the pieces of all replicas if there are any."""
-    if trainer.pieces is None:
-        return state
-    wanted = {name: Wanted.whole(name, parameter) for name, parameter in trainer.model.named_parameters()}
-    on_host = {name: tensor.to("cpu") for name, tensor in state.items()}  # those of rank 0 itself are on its device
-    return piece_state.assembled(on_host, wanted, wanted.keys())
-
-
-def wanted_state(trainer: TrainerView, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Wanted]:
-    """The ranges of these parameters whose optimizer state this worker keeps, by name."""
-    if trainer.pieces is not None:
-        return {name: Wanted.piece(piece) for name, parameter in named if (piece := trainer.pieces.of(parameter)) is not None}
-    rows = trainer.held.rows
-    return {
-        name: Wanted.rows(name, parameter, rows[name].low, rows[name].vocabulary) if name in rows else Wanted.whole(name, parameter)
-        for name, parameter in named
-    }
-
-
-def load_optimizer(trainer: TrainerView, given: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]], *, averages: bool) -> None:
-    """Load the state of an optimizer that we built, for these parameters, from what was saved with pieces or without. `averages`: whether
-    NT-ASGD had started to average.
-    """
-    wanted = wanted_state(trainer, named)
-    whole = {name for name, _ in trainer.model.named_parameters()}
-    if trainer.pieces is not None:
-        given = {key: tensor for key, tensor in given.items() if (name := piece_state.parsed(key, whole)[1]) in wanted or name not in whole}
-        named = [(name, piece.part) for name, parameter in named if (piece := trainer.pieces.of(parameter)) is not None]
-    optimizers.load_state(trainer.optimizer, named, piece_state.assembled(given, wanted, whole), averages=averages)
-
-
 def _user_optimizer(trainer: TrainerView) -> optimizer_state.Saved | None:
     """The state of the user's optimizer; None except on rank 0."""
-    world, has_part = trainer.mesh.world, trainer.mesh.replica == 0 or bool(trainer.held.rows)
+    world, has_part = trainer.mesh.world, trainer.mesh.replica == 0
     with raise_on_all(world):
         text, tensors = pack(optimizer_state.saved(trainer.optimizer, trainer.held.parameters) if has_part else None)
     texts, collected = all_gather_text(world, text), collect(world, tensors)
     if world.rank:
         return None
     parts = [part for part in map(unpack, texts, collected) if part is not None]
-    return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()], trainer.held.rows.keys())
+    return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()])
 
 
 def _check_weights(trainer: TrainerView, given: Mapping[str, Tensor]) -> None:
@@ -237,8 +205,8 @@ def _take_optimizer(trainer: TrainerView, given: Mapping[str, Tensor], groups: S
     mine = {key: tensor for key, tensor in given.items() if key.partition("/")[2] not in elsewhere}
     # What was trained once and is frozen now keeps its state, for when it is trained again.
     stated = {key.partition("/")[2] for key in mine}
-    optimizers.enlarge(optimizer, owned(trainer.pieces, [(name, p) for name, p in held.items() if name in stated]))
-    load_optimizer(trainer, mine, list(held.items()), averages=bool(given))
+    optimizers.enlarge(optimizer, [(name, p) for name, p in held.items() if name in stated])
+    optimizers.load_state(optimizer, held.items(), mine, averages=bool(given))
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():
             if isinstance(group.get(name), Tensor):

@@ -17,7 +17,6 @@ from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.own_modules.splitting import SplitCheck
 from carrywave.step.engine import Engine
 from carrywave.step.optim.loss_scaler import Scaler
-from carrywave.step.optim.pieces import Pieces
 from carrywave.step.worker_setup import HeldStage
 
 
@@ -32,7 +31,6 @@ class TrainerView(Protocol):
     stage: Stage | OpaqueModel
     keep_state: bool
     user_optimizer: bool
-    pieces: Pieces | None
     scaler: Scaler | None
     engine: Engine
     agreement: Agreement

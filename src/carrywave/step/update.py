@@ -9,7 +9,7 @@ the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,8 +26,7 @@ from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.norms import factor, norm_of_mean, norms, scale_
 from carrywave.step.optim import weight_average
 from carrywave.step.optim.loss_scaler import Scaler, step_unless
-from carrywave.step.optim.pieces import Pieces
-from carrywave.step.stats import Slots, StepStats, step_slots, total
+from carrywave.step.stats import Slots, StepStats, step_slots
 
 Votes = tuple[float, float]  # to stop as on Ctrl-C, to stop as on SIGTERM
 
@@ -82,7 +81,7 @@ class Update:
 
     mesh: Mesh
     named: Sequence[tuple[str, nn.Parameter]]
-    counted: Sequence[Tensor]  # parameters that this worker counts in the global norm, or its pieces of them, grouped by dtype
+    counted: Sequence[Tensor]  # parameters that this worker counts in the global norm, grouped by dtype
     optimizer: torch.optim.Optimizer
     scaler: Scaler | None
     gradients: Gradients
@@ -93,14 +92,12 @@ class Update:
     hooks: Hooks
     clip: float | None
     guards_weights: bool  # True if a non-finite step leaves the weights unchanged
-    reproducible: bool
-    pieces: Pieces | None = None  # of the optimizer state, if the replicas divide it
     ema: float | None = None  # decay of an average of the weights, which each step moves
     has_whole_gradient: bool = False  # True if every worker has the whole summed gradient, so that nothing has to be exchanged after it
 
     def __post_init__(self) -> None:
         columns, flags = self.agreement.columns, self.reach.count
-        self.slots = step_slots(self.mesh, parameters=flags, mark_columns=columns, reproducible=self.reproducible)
+        self.slots = step_slots(self.mesh, parameters=flags, mark_columns=columns)
 
     def local_marks(self, votes: Votes) -> Tensor | None:
         """What this worker tells the others besides its sums: votes and checksums. It is known before the step, so that a captured step can
@@ -116,36 +113,29 @@ class Update:
         if not self.agreement.at_once:
             self.agreement.after(result.marks)
 
-    def ahead(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None) -> StatsAhead | None:
+    def ahead(self, of_passes: Tensor, marks: Tensor | None) -> StatsAhead | None:
         """Begin to share what is known before the gradients are summed; None if that has to wait for them. Collective."""
         if not self.has_whole_gradient:
             return None
-        of_passes = total(list(stats_by_shard.values()))
         code = self.nonfinite.code([], self._zeros(0), of_passes, self.gradients)
-        stats = self._packed(stats_by_shard, marks, squared=None, overflow=None, code=code)
+        stats = self._packed(of_passes, marks, squared=None, overflow=None, code=code)
         return StatsAhead(stats, self.mesh.sum_later(stats.vector))
 
-    def __call__(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
-        """Take the optimizer step. `stats_by_shard`: what the passes of each shard reported, added up. `ahead`: from the method."""
-        result, overflowed = self._divide(stats_by_shard, marks, ahead, self.clip)
+    def __call__(self, of_passes: Tensor, marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
+        """Take the optimizer step. `of_passes`: what the passes reported, added up. `ahead`: from the method."""
+        result, overflowed = self._divide(of_passes, marks, ahead, self.clip)
         self._take_step(result.finite, overflowed)
-        if self.gradients.scattered:
-            for _, parameter in self.named:
-                parameter.grad = None  # most of it is not summed, so nobody should take it for the gradient
         self.nonfinite.note(result.finite, result.codes)
         return result
 
-    def divide(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
+    def divide(self, of_passes: Tensor, marks: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
         """Leave in `.grad` the gradient of the mean loss over all workers, and the weights as they are."""
-        return self._divide(stats_by_shard, marks, ahead, None)[0]
+        return self._divide(of_passes, marks, ahead, None)[0]
 
     def norm(self) -> Tensor:
         """The norm of what is in `.grad` on all workers. Collective."""
-        squared_S = self._zeros(self.mesh.plan.stages)
-        squared_S[self.mesh.stage] = self._norms()[1].square().sum()
-        if not self.has_whole_gradient:
-            self.mesh.sum_(squared_S)
-        return squared_S.sum().sqrt()
+        squared = self._norms()[1].square().sum()
+        return (squared if self.has_whole_gradient else self.mesh.sum_(squared)).sqrt()
 
     def apply(self, sound: Tensor, codes: Tensor) -> StepResult:
         """Clip what is in `.grad` and take the optimizer step, unless it is not finite. `sound` and `codes`: of the passes. Collective."""
@@ -161,19 +151,15 @@ class Update:
         none = self._zeros(0)
         return StepResult(one, one, norm, finite, none, torch.stack([finite, sound[1]]), none, codes)
 
-    def _divide(
-        self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, ahead: StatsAhead | None, clip: float | None
-    ) -> tuple[StepResult, Tensor]:
+    def _divide(self, of_passes: Tensor, marks: Tensor | None, ahead: StatsAhead | None, clip: float | None) -> tuple[StepResult, Tensor]:
         """Turn summed gradients into those of the mean loss: unscale them (fp16), share the stats of the step with all workers, compare
         what they were given, divide by the number of targets and clip by the norm. Returns the numbers, and whether any worker overflowed.
         Collective.
         """
-        if self.pieces is not None and self.gradients.scattered:
-            self.pieces.take()
-        grads = [grad for _, p in self.named if (grad := self._grad(p)) is not None]
+        grads = [p.grad for _, p in self.named if p.grad is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
         # The all-reduce of a step, unless it has begun already.
-        stats = self._local_stats(stats_by_shard, marks, overflow).over(self.mesh) if ahead is None else self._completed(ahead, overflow)
+        stats = self._local_stats(of_passes, marks, overflow).over(self.mesh) if ahead is None else self._completed(ahead, overflow)
         if self.agreement.at_once:
             self.agreement.after(stats["marks"])
         self.reach.forget(stats["reached"])
@@ -189,18 +175,13 @@ class Update:
     def _take_step(self, finite: Tensor, overflowed: Tensor) -> None:
         """From final gradients to new weights."""
         self.hooks.call()
-        if self.pieces is not None:
-            self.pieces.take()
         self._step_optimizer(finite, overflowed)
-        if self.pieces is not None:
-            self.pieces.exchange()
 
-    def _local_stats(self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, overflow: Tensor | None) -> StepStats:
+    def _local_stats(self, of_passes: Tensor, marks: Tensor | None, overflow: Tensor | None) -> StepStats:
         """This worker's numbers, before the all-reduce."""
         counted, of_grads = self._norms()
-        of_passes = total(list(stats_by_shard.values())) if stats_by_shard else self._zeros(self.pass_slots.size)
         return self._packed(
-            stats_by_shard,
+            of_passes,
             marks,
             squared=of_grads.square().sum(),
             overflow=overflow,
@@ -223,21 +204,19 @@ class Update:
 
     def _norms(self) -> tuple[list[Tensor], Tensor]:
         """The parameters that this worker counts, and the norms of their gradients."""
-        pairs = [(p, grad) for p in self.counted if (grad := self._grad(p)) is not None]
+        pairs = [(p, p.grad) for p in self.counted if p.grad is not None]
         return [p for p, _ in pairs], norms([grad for _, grad in pairs]).to(self.mesh.device)
 
     def _packed(
-        self, stats_by_shard: Mapping[int, Tensor], marks: Tensor | None, *, squared: Tensor | None, overflow: Tensor | None, code: Tensor
+        self, of_passes: Tensor, marks: Tensor | None, *, squared: Tensor | None, overflow: Tensor | None, code: Tensor
     ) -> StepStats:
         """This worker's numbers in its slots, and zeros in those of others."""
         stats = StepStats(self.slots, self._zeros(self.slots.size))
-        rank, stage = self.mesh.world.rank, self.mesh.stage if self.reproducible else 0  # otherwise stages have one place for all
-        for shard, vector in stats_by_shard.items():
-            of_pass, score = self.pass_slots.parts(vector), stats["score"][stage, shard]
-            score[0].copy_(of_pass["loss"])
-            score[1].copy_(of_pass["count"])
+        rank, reported = self.mesh.world.rank, self.pass_slots.parts(of_passes)
+        stats["score"][0].copy_(reported["loss"])
+        stats["score"][1].copy_(reported["count"])
         if squared is not None:
-            stats["squared"][stage].copy_(squared)
+            stats["squared"].copy_(squared)
         if overflow is not None:
             stats["overflow"].copy_(overflow)
         if self.reach.count:
@@ -247,13 +226,6 @@ class Update:
             stats["votes"].copy_(marks[:2])
             stats["marks"][rank].copy_(marks[2:])
         return stats
-
-    def _grad(self, parameter: Tensor) -> Tensor | None:
-        """What this worker knows of a parameter's summed gradient: all of it, or its piece."""
-        if self.pieces is None or not self.gradients.scattered:
-            return parameter.grad
-        piece = self.pieces.of(parameter)
-        return None if piece is None else piece.part.grad
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)

@@ -20,7 +20,6 @@ from carrywave.data.batch import Batch
 from carrywave.errors import UserError
 from carrywave.model.state import State
 from carrywave.parallel.world import raise_on_all
-from carrywave.step.engine import Engine
 from carrywave.step.passes.profiler_ranges import span
 from carrywave.step.update import StepResult
 
@@ -53,17 +52,6 @@ class UserGradients:
     last: Position | None = None  # before the last backward, since the last update
     lent: bool = False  # True inside `Trainer.evaluation_weights`, where the model has other weights than those that are trained
     _captured: dict[int, Tensor | None] = field(default_factory=dict)  # what captured steps keep in `.grad`, by the parameter's id
-    _whole: tuple[Engine, Engine] | None = None  # the trainer's engine, and one like it whose gradients are whole on every worker
-
-    def engine(self, trainer: Trainer) -> Engine:
-        """The engine for a backward: the trainer's own, unless that sums gradients in pieces. Collective: every rank must call it."""
-        if not trainer.engine.gradients.scattered:
-            return trainer.engine
-        if self._whole is None or self._whole[0] is not trainer.engine:
-            made = trainer.new_engine(scatters=False)
-            made.update.nonfinite = trainer.nonfinite
-            self._whole = trainer.engine, made
-        return self._whole[1]
 
     def backward(self, trainer: Trainer, batches: Sequence[Batch], weight: float, *, again: bool) -> StepResult:
         """One pass over these batches; its gradient is added to what earlier ones left in `.grad`."""
@@ -108,7 +96,7 @@ class UserGradients:
         for parameter in trainer.held.parameters.values():
             parameter.grad = kept[id(parameter)] if parameter.requires_grad else None
         with span("update"), trainer.hooks.put_off():
-            return self.engine(trainer).update.apply(pending.sound, pending.codes)
+            return trainer.engine.update.apply(pending.sound, pending.codes)
 
     def drop(self, trainer: Trainer) -> None:
         """Forget the gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +16,11 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import Holding, Shared, hold, shared
 from carrywave.model.stage import Stage
-from carrywave.model.vocabulary.rows import Rows
-from carrywave.model.vocabulary.split import check_modules, split_rows, split_vocabulary
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, raise_on_all
-from carrywave.plan import canonical_shards
-from carrywave.plan.plan import Plan, check_head, check_replicas, check_vocabulary, resolve
+from carrywave.plan.plan import Plan, check_head, resolve
 from carrywave.spec.load import parse
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.train_spec import TrainSpec
@@ -39,11 +36,8 @@ from carrywave.step.gradients import Gradients
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.norms import by_dtype
 from carrywave.step.optim.loss_scaler import Scaler
-from carrywave.step.optim.pieces import Pieces
 from carrywave.step.passes.compute import Compute
 from carrywave.step.precision import parameter_dtype
-from carrywave.step.reproducible import fixed_tree
-from carrywave.step.reproducible.fixed_tree import Branch, FixedTree
 from carrywave.step.update import Update
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -55,12 +49,6 @@ class HeldStage:
 
     stage: Stage | OpaqueModel
     parameters: dict[str, nn.Parameter]  # by name
-    rows: dict[str, Rows] = field(default_factory=dict)  # those of which it holds only some rows, by name
-
-    @property
-    def replicated(self) -> dict[str, nn.Parameter]:
-        """The parameters that every replica holds."""
-        return {name: parameter for name, parameter in self.parameters.items() if name not in self.rows}
 
 
 def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | OpaqueModel, device: torch.device | str | None) -> Mesh:
@@ -117,8 +105,7 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
     _check_plan(model, mesh.plan, spec)
     dtype = parameter_dtype(spec.precision)
     if mesh.world.size > 1:
-        # Rows that a worker has initialized itself belong to no other worker.
-        tensors = {name: tensor for name, tensor in tensors_of(model).items() if name not in split_rows(model)}
+        tensors = tensors_of(model)
         check_agreement(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()})
         order = {f"as parameter or buffer {number} of the model": name for number, name in enumerate(tensors, start=1)}
         check_agreement(mesh.world, order, "build its modules in the same order everywhere, from a list and not from a set")
@@ -129,15 +116,13 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
     if isinstance(model, OpaqueModel):
         model.to(mesh.device, dtype)
         return HeldStage(model, dict(model.named_parameters()))
-    if mesh.plan.splits_vocabulary:
-        split_vocabulary(model, mesh.row_exchange())  # before anything moves to a device, which the whole may not fit
     holding = holding_of(mesh, model.units)
     held = hold(model, holding, dtype)
     if drawn and mesh.plan.replicas > 1 and model.rounded_by_host:
         mesh.take_from_first_replica({name: held[name] for name in held if name in model.rounded_by_host})
     model.drawn = False  # for another trainer it has to be whole
     stage = Stage(model, holding.first, holding.last, share_head=holding.share_head)
-    return HeldStage(stage, {name: p for name, p in held.items() if isinstance(p, nn.Parameter)}, split_rows(model))
+    return HeldStage(stage, {name: p for name, p in held.items() if isinstance(p, nn.Parameter)})
 
 
 def holding_of(mesh: Mesh, units: int) -> Holding:
@@ -148,12 +133,6 @@ def holding_of(mesh: Mesh, units: int) -> Holding:
 def trained(held: HeldStage) -> list[tuple[str, nn.Parameter]]:
     """The parameters that this worker trains, as `requires_grad` says now."""
     return [(name, p) for name, p in held.parameters.items() if p.requires_grad]
-
-
-def pieces_of(mesh: Mesh, spec: TrainSpec) -> Pieces | None:
-    """This replica's pieces of the optimizer state, none cut yet; None if every replica keeps all of it."""
-    group = mesh.replicas_of([mesh.stage])
-    return Pieces(mesh.replica, mesh.plan.replicas, group) if spec.shard_optimizer and group is not None else None
 
 
 def tied_of(model: Model | OpaqueModel, mesh: Mesh) -> list[Shared]:
@@ -174,28 +153,19 @@ def engine_of(
     agreement: Agreement,
     hooks: Hooks,
     guards_weights: bool,
-    pieces: Pieces | None,
-    scatters: bool = True,
 ) -> Engine:
-    """The engine that trains these parameters. `scatters`: with pieces, a worker may get the sums of its own pieces alone. Collective:
-    every rank must call it.
-    """
+    """The engine that trains these parameters. Collective: every rank must call it."""
     mesh, spec = compute.mesh, compute.spec
     tied = tied_of(model, mesh)
     elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
     nonfinite = NonfiniteRecord(model, held.stage, named, mesh.world)
-    gradients: Gradients
-    if spec.reproducible:
-        gradients = _fixed_tree(mesh, named, list(held.parameters.values()), tied, nonfinite.watched)
-    else:
-        gradients = _all_reduce(mesh, named, held, tied, nonfinite.watched, pieces if scatters else None)
+    gradients = _all_reduce(mesh, named, held, tied, nonfinite.watched)
     # If all workers are replicas, and each adds up all gradients, it knows their norm without asking the others.
-    replicas_alone = mesh.plan.stages == 1 and not (mesh.in_device_memory or spec.reproducible)
+    replicas_alone = mesh.plan.stages == 1 and not mesh.in_device_memory
     has_whole_gradient = replicas_alone and mesh.world.size > 1 and bool(named) and all(gradients.reduces(p) for _, p in named)
-    # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once. Rows of a split vocabulary are
-    # on one replica only, and so are gradients that are summed to their owners.
-    first = mesh.replica == 0 or gradients.scattered or has_whole_gradient
-    counted = [p for name, p in named if name in held.rows or (first and name not in elsewhere)]
+    # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
+    first = mesh.replica == 0 or has_whole_gradient
+    counted = [p for name, p in named if first and name not in elsewhere]
     names = [name for name, _ in model.named_parameters()]
     update = Update(
         mesh,
@@ -211,27 +181,21 @@ def engine_of(
         hooks=hooks,
         clip=spec.clip,
         guards_weights=guards_weights,
-        reproducible=spec.reproducible,
-        pieces=pieces,
         ema=spec.ema,
         has_whole_gradient=has_whole_gradient,
     )
-    shards = canonical_shards.shards_of(mesh.replica, mesh.plan.replicas) if spec.reproducible else None
-    return Engine(compute, gradients, update, shards=shards, resets=spec.on_nan == "skip")
+    return Engine(compute, gradients, update, resets=spec.on_nan == "skip")
 
 
-def _all_reduce(
-    mesh: Mesh, named: Named, held: HeldStage, tied: Sequence[Shared], watched: Sequence[nn.Parameter], pieces: Pieces | None
-) -> Gradients:
-    # Each row of a split vocabulary has its gradient from the lanes of all replicas already.
-    names = {each.name for each in tied} | held.rows.keys()
+def _all_reduce(mesh: Mesh, named: Named, held: HeldStage, tied: Sequence[Shared], watched: Sequence[nn.Parameter]) -> Gradients:
+    names = {each.name for each in tied}
     wanted: list[Reduced] = []
     group = mesh.replicas_of([mesh.stage])
     if group is not None:
         # Over ordered links nothing else may run while messages are in flight, so all-reduces wait for the last message. A sum on the
         # stream itself would hold up the rest of backward.
         during_backward = group.overlaps and (mesh.links is None or not mesh.links.in_order)
-        wanted.append(Reduced(group, [p for name, p in named if name not in names], during_backward=during_backward, owners=pieces))
+        wanted.append(Reduced(group, [p for name, p in named if name not in names], during_backward=during_backward))
     by_name = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):
         group = mesh.replicas_of(stages)  # collective: also created by workers outside it
@@ -241,21 +205,6 @@ def _all_reduce(
     wanted = [each for each in wanted if each.parameters]
     parameters, everything = [p for _, p in named], list(held.parameters.values())
     return AllReduce(parameters, everything, wanted, watched=watched) if wanted else Gradients(parameters, everything)
-
-
-def _fixed_tree(
-    mesh: Mesh, named: Named, held: Sequence[nn.Parameter], tied: Sequence[Shared], watched: Sequence[nn.Parameter]
-) -> FixedTree:
-    names = {each.name for each in tied}
-    pairs = fixed_tree.pairs_of(mesh)
-    branches = [Branch([p for name, p in named if name not in names], pairs)]
-    by_name = dict(named)
-    for stages in dict.fromkeys(each.stages for each in tied):
-        group = fixed_tree.group_of(mesh, stages)
-        if mesh.stage in stages:
-            # Reduce over replicas first, like the other parameters, so that each stage's part does not depend on the number of replicas.
-            branches.append(Branch([by_name[each.name] for each in tied if each.stages == stages], pairs, group))
-    return FixedTree([p for _, p in named], held, branches, watched=watched)
 
 
 def _check_whole(model: nn.Module, world: World) -> None:
@@ -272,11 +221,6 @@ def _check_whole(model: nn.Module, world: World) -> None:
 
 
 def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None:
-    check_replicas(plan)
-    if spec.reproducible:
-        canonical_shards.check(plan)
-    if plan.splits_vocabulary:
-        check_vocabulary(plan, check_modules(model))
     if isinstance(model, OpaqueModel):
         if plan.stages > 1:
             raise PlanError(
@@ -378,11 +322,3 @@ def local_part(mesh: Mesh, stage: Stage | OpaqueModel, batch: Batch, *, scores: 
     if mesh.plan.stages > 1:
         batch = batch.without(inputs=not stage.has_encoder, targets=not scores)
     return batch if batch.lengths.device == mesh.device else batch.to(mesh.device)
-
-
-def owned(pieces: Pieces | None, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """What the spec's optimizer updates on a worker: these parameters, or its pieces of them."""
-    if pieces is None:
-        return named
-    pieces.add(named)
-    return pieces.named

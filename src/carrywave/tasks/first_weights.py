@@ -39,15 +39,14 @@ def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences |
         return frozenset()
     _forget_unknown(model, spec, codec, train)
     if isinstance(head, Softmax | PooledSoftmax | CRF) and head.bias is not None and spec.model.init_bias == "frequency":
-        rows = head.rows if isinstance(head, Softmax) else None
         if not head.bias.is_meta:
             several = isinstance(head, Sigmoid | PooledSigmoid)
             logs = torch.from_numpy(_log_odds(train) if several else _log_frequencies(spec, train, head.classes))
             if not isinstance(head, CRF) and head.weights is not None and not head.weights.is_meta:
                 logs = _weighted(logs, head.weights.double().cpu(), several=several)
             with torch.no_grad():
-                head.bias.copy_(logs if rows is None else logs[rows.low : rows.high])
-        return frozenset({"head.bias"}) if rows is None else frozenset()  # rows of a split vocabulary are no other worker's
+                head.bias.copy_(logs)
+        return frozenset({"head.bias"})
     if isinstance(head, Forecast) and head.line is not None:
         if not head.line.weight.is_meta:
             if line is None or line.weights_CNK.shape[1] != spec.model.linear:
@@ -64,11 +63,10 @@ def _forget_unknown(model: Model, spec: Spec, codec: Codec, train: Sequences) ->
     words, head = token_embedding(model.encoder), model.head
     if words is None or UNKNOWN not in codec.vocabulary or spec.model.dropout_rare or words.weight is getattr(head, "weight", None):
         return
-    low, high = (0, words.vocabulary) if words.rows is None else (words.rows.low, words.rows.high)
     unknown = codec.vocabulary.index(UNKNOWN)
-    if low <= unknown < high and not words.weight.is_meta and not _token_counts(train, words.vocabulary)[unknown]:
+    if not words.weight.is_meta and not _token_counts(train, words.vocabulary)[unknown]:
         with torch.no_grad():
-            words.weight[unknown - low] = 0.0
+            words.weight[unknown] = 0.0
 
 
 def first_rare(train: Sequences, vocabulary: int) -> int:

@@ -36,8 +36,7 @@ def head_of(
             if spec.model.softmax == "adaptive":
                 return AdaptiveSoftmax(width, facts.vocabulary, spec.model.cutoffs_of(facts.vocabulary))
             tied = encoder.weight if spec.model.tie and isinstance(encoder, Embedding) else None
-            rows = encoder.rows if isinstance(encoder, Embedding) else None
-            return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
+            return Softmax(width, facts.vocabulary, tied=tied, device=device)
         case "tagging":
             if spec.model.crf:
                 size, read = spec.model.word_scores, (facts.characters, facts.word_length)

@@ -19,7 +19,7 @@ from carrywave.data.tables.window_scale import WindowScale
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.data.text.tag_scheme import check_sequences, tags_of
 from carrywave.data.text.tokenizers import UNKNOWN
-from carrywave.errors import DataError, PlanError, SpecError
+from carrywave.errors import DataError, SpecError
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.initialization import initialize, rounded_by_host
@@ -30,7 +30,6 @@ from carrywave.model.parameter_placement import Holding, allocate
 from carrywave.model.pretrained.embeddings import load_pretrained
 from carrywave.model.pretrained.layers import holds_layers, load_lstm, read_lstm
 from carrywave.model.sample_weights import seen
-from carrywave.model.vocabulary.rows import Rows
 from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -172,13 +171,10 @@ class Task:
         which = f"{new:,} of {total:,} series" if new < total else "all series"
         return (f"{name}: mase leaves out {which}, because train does not contain them; use the series names of train",)
 
-    def model(
-        self, train: Sequences | None = None, rows: Rows | None = None, holding: Holding | None = None, *, draw: bool = True
-    ) -> Model:
+    def model(self, train: Sequences | None = None, holding: Holding | None = None, *, draw: bool = True) -> Model:
         """Build the network, with initial weights keyed by the seed. Balanced class weights need the training data.
 
-        `rows`: it gets only these rows of its vocabulary, and memory for no others. `holding`: it gets memory for these units alone, on
-        their device. Without `draw` the weights are left as they are, to be loaded.
+        `holding`: it gets memory for these units alone, on their device. Without `draw` the weights are left as they are, to be loaded.
         """
         spec, empty = self.spec.model, None if holding is None else "meta"
         tokens = self.facts.vocabulary > 0
@@ -186,7 +182,7 @@ class Task:
         width = (spec.embedding or spec.widths[0]) if tokens else inputs.width
         encoder: Encoder = Features(inputs) if inputs.tables else Numbers(width)
         if tokens:
-            encoder = self._words(Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows, device=empty), train)
+            encoder = self._words(Embedding(self.facts.vocabulary, width, spec.dropout_words, device=empty), train)
         front = self._front(encoder)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
         lstm = class_of(spec.cell)(
@@ -253,8 +249,6 @@ class Task:
         words.weight.requires_grad_(not spec.freeze_embedding)
         if not self.facts.characters:
             return words
-        if words.rows is not None:
-            raise PlanError("plan.split_vocabulary=true splits an embedding that is read beside characters; remove it, or model.characters")
         facts = self.facts
         return SpelledWords(words, spec.characters, facts.characters, facts.word_length, spec.character_embedding, spec.character_width)
 
@@ -281,8 +275,7 @@ class Task:
         path, encoder = self.spec.model.pretrained, encoder.words if isinstance(encoder, SpelledWords) else encoder
         if path is None or not isinstance(encoder, Embedding) or not self.codec.vocabulary:
             raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters; set data.tokens=word, or remove it")
-        tokens = list(self.codec.vocabulary)
-        load_pretrained(path, tokens if encoder.rows is None else tokens[encoder.rows.low : encoder.rows.high], encoder.weight)
+        load_pretrained(path, list(self.codec.vocabulary), encoder.weight)
 
     @property
     def levels(self) -> tuple[float, ...] | None:

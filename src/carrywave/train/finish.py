@@ -13,14 +13,12 @@ from carrywave.launch.signals import Stop
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import fill
-from carrywave.model.vocabulary.split import join_vocabulary
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import raise_on_all
 from carrywave.runs import history
 from carrywave.runs.checkpoint import own_weights
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
 from carrywave.runs.watcher import Watcher
-from carrywave.step.row_parts import cut, cutter
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.baselines import PREFIXES, beside, verdicts
@@ -85,10 +83,9 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
         if world.rank == 0:
             own_weights.check(loop.folder.weights)
             best = read_weights(trainer.model, loop.folder.weights)
-    rows, held, names = trainer.held.rows, trainer.parameters(), tensors_of(trainer.model).keys()
-    keep = cutter(rows)
-    best = broadcast(world, best, None if restore else lambda name, tensor: keep(name, tensor) if name in held else None)
-    load_parameters(held, cut(best, rows) if restore else best, "weights.safetensors", whole=names)
+    held, names = trainer.parameters(), tensors_of(trainer.model).keys()
+    best = broadcast(world, best, None if restore else lambda name, tensor: tensor if name in held else None)
+    load_parameters(held, best, "weights.safetensors", whole=names)
     trainer.model.eval()
     reached = {}
     if loop.state.best is not None:
@@ -109,6 +106,4 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
         except torch.OutOfMemoryError:  # it may have been split because no device can hold all of it
             fill(trainer.model, best, torch.device("cpu"))
             trainer.model.cpu()
-    if isinstance(trainer.model, Model) and rows and restore:
-        join_vocabulary(trainer.model.cpu(), best)  # in host memory: it may not fit on the device
     return reached

@@ -24,7 +24,6 @@ from carrywave.launch.hardware import shares_on
 from carrywave.launch.restart_policy import RESTARTS
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
-from carrywave.model.vocabulary.split import check_modules
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
@@ -32,8 +31,7 @@ from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, leave, raise_on_all
-from carrywave.plan import canonical_shards
-from carrywave.plan.plan import Plan, check_sync, check_vocabulary
+from carrywave.plan.plan import Plan, check_sync
 from carrywave.plan.units import Units
 from carrywave.runs import history
 from carrywave.runs.checkpoint.trainer_parts import take_weights
@@ -52,8 +50,6 @@ from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss, in_model_dtype
 from carrywave.step.checks.own_modules.model_watch import ModelWatch
 from carrywave.step.precision import not_made_for_bf16, parameter_dtype, settled
-from carrywave.step.reproducible.shard_cost import cost_line
-from carrywave.step.reproducible.shards import settle
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Task
 from carrywave.train import held_out
@@ -228,8 +224,6 @@ def _train(
     spec = with_kept_weights(start.spec, None if prepared.valid is None else prepared.valid.counted)
     spec, why_crf = with_whole_spans(spec, prepared)
     spec, world, watch, folder = fitted(spec, prepared.facts), start.world, start.watch, start.folder
-    if spec.train.reproducible:
-        settle(world.device)  # before any weight is initialized
     unfit = not_made_for_bf16(world)
     goes_on = None if start.snapshot is None else folder.path
     linear = None if user_model is not None or dry_run else linear_part(spec, prepared, world, goes_on, watch.say)
@@ -258,11 +252,7 @@ def _train(
     planned = plan_run(world, PlanRequest(spec, units, layers, pooled, workers, start.before, whole, steps), watch.say)
     plan = planned.plan
     with raise_on_all(world):
-        if plan.splits_vocabulary:
-            check_vocabulary(plan, prepared.facts.vocabulary if built is None else check_modules(built))
-        if spec.train.reproducible:
-            canonical_shards.check(plan)
-        check_sync(plan, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
+        check_sync(plan, spec.train.sync)
         order = order_for(spec, parts.train.view, training=True)
     alike = {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint, "callbacks": in_words(callbacks)}
     check_agreement(world, alike | _flat(spec))
@@ -331,8 +321,6 @@ def _train(
             with raise_on_all(world):
                 folder.write_history(_started(state.step, left, trainer))
         checkpointer.writer.meet()
-        if spec.train.reproducible and loop.trains:
-            watch.say(cost_line(trainer, loop.loader))
         no_files = user_model is not None or spec.data.train is None
         workers_too = f" --devices {world.size}" if world.size > 1 else ""
         by_command = f"carrywave train --resume --run {folder.shown}{workers_too}"

@@ -15,7 +15,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from carrywave.model.model import Model
-    from carrywave.model.vocabulary.rows import Rows
 
 BATCHES = 4  # of a language model, cycled through
 
@@ -58,8 +57,8 @@ class LanguageShape(StackShape):
         """The number of units: encoder, layers and head."""
         return self.layers + 2
 
-    def model(self, rows: Rows | None = None) -> Model:
-        """The model with its initial weights, identical in every process and loop; `rows`: of the vocabulary, those of this worker."""
+    def model(self) -> Model:
+        """The model with its initial weights, identical in every process and loop."""
         from carrywave.model.dropout import Dropout
         from carrywave.model.encoders import Embedding
         from carrywave.model.heads.classes import Softmax
@@ -69,9 +68,9 @@ class LanguageShape(StackShape):
         between: dict[str, Any] = {name: Dropout(self.dropout, name=name) for name in ("dropout_in", "dropout_out") if self.dropout}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            embedding = Embedding(self.vocabulary, self.hidden, rows=rows)
+            embedding = Embedding(self.vocabulary, self.hidden)
             lstm = LSTM(self.hidden, self.hidden, self.layers, dropout=self.dropout)
-            head = Softmax(self.hidden, self.vocabulary, tied=embedding.weight if self.tied else None, rows=rows)
+            head = Softmax(self.hidden, self.vocabulary, tied=embedding.weight if self.tied else None)
             return Model(embedding, lstm, head, **between)
 
     def batches(self, count: int = BATCHES) -> list[tuple[Tensor, Tensor]]:

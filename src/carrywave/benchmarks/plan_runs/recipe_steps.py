@@ -78,9 +78,7 @@ class TrainedRecipe:
     def __init__(self, recipe: Recipe, device: torch.device, batches: int = BATCHES) -> None:
         task, data = recipe.task()
         spec, mesh, view = task.spec, Mesh.alone(device), task.part("train", data).view
-        self.trainer = Trainer(
-            task.model(data, None, holding_of(mesh, spec.model.layers + 2)), spec.train, mesh=mesh, keep_state=spec.streams
-        )
+        self.trainer = Trainer(task.model(data, holding_of(mesh, spec.model.layers + 2)), spec.train, mesh=mesh, keep_state=spec.streams)
         read = Loader(view, order_for(spec, view, training=True), device=device).batches(Cursor(0, 0))
         self.batches = spread_out(itertools.islice(itertools.takewhile(lambda batch: batch.epoch == 0, read), DRAWN), batches)
         read.close()

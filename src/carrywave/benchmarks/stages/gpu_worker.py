@@ -153,7 +153,7 @@ class Loop:
     ) -> tuple[None, FlatCarry]:
         engine = self.trainer.engine
         engine.gradients.begin_step()
-        _, left = engine.forward_backward(batches, keys, carry, graphs)
+        _, left = engine.run_passes(batches, keys, carry, graphs)
         engine.gradients.sum_over_workers(meanwhile=lambda: None)
         return None, left
 

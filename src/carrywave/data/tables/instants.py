@@ -50,6 +50,8 @@ UNUSUAL = (  # ways to write times, and those that pandas knows
     (r"( \d?\d)\.(\d\d)\.(\d\d)$", r"\1:\2:\3"),
     (r"^(\d{8}):(\d\d)(\d\d)$", r"\1 \2:\3"),  # as archives of photovoltaics and loads have them
 )
+CLOCK = r"\d{1,2}:\d\d(?::\d\d)?(?: ?[AaPp][Mm])?"
+LATEST_OF_TWO_DIGITS = 2050  # a year written with two digits is before
 OFFSET = r"(?:[+-]\d\d:?(?:\d\d)?|Z)$"
 
 
@@ -214,7 +216,8 @@ def _of_dates(texts: pd.Series, sample: pd.Series) -> list[Instants]:
     for form in MONTHS_OF_YEARS:
         months = pd.to_datetime(few, format=form, errors="coerce")
         if months.notna().all():
-            return [Instants(pd.to_datetime(texts, format=form, errors="coerce"))]
+            times = pd.to_datetime(texts, format=form, errors="coerce")
+            return [Instants(_in_one_century(times) if "%y" in form else times)]
     layout = "%Y-%m" if sample.str.fullmatch(r"\d{4}-\d\d").all() else None
     ways: list[Instants] = []
     for day_first in (False,) if sample.str.match(r"\d{4}[^\d]").all() else (False, True):
@@ -241,9 +244,25 @@ def _parsed(texts: pd.Series, *, day_first: bool, utc: bool) -> pd.Series | None
             best = times
         if best is not None and best.notna().mean() >= LEAST_READ:
             break
+    if best is not None:
+        best = best.mask(texts.str.fullmatch(CLOCK).fillna(False))  # pandas takes a time of day for one of today
     if best is None or best.notna().mean() < min(LEAST_BEFORE, 1 - 1.5 / max(len(texts), 2)):
         return None
-    return best.dt.tz_localize(None) if utc or best.dt.tz is not None else best
+    best = best.dt.tz_localize(None) if utc or best.dt.tz is not None else best
+    return best if texts.str.contains(r"\d{4}").any() else _in_one_century(best)
+
+
+def _in_one_century(times: pd.Series) -> pd.Series:
+    """Times whose years had two digits: the widest gap between years, around the clock of a century, lies before the first of them."""
+    years = np.unique(times.dropna().dt.year % 100)
+    gaps = np.diff(np.append(years, years[0] + 100))
+    first = int(years[(gaps.argmax() + 1) % len(years)])
+    later = (times.dt.year - first) % 100
+    century = 2000 if first + later.max() + 2000 < LATEST_OF_TWO_DIGITS else 1900
+    moved = first + later + century - times.dt.year
+    for by in moved[moved.notna() & moved.ne(0)].unique():
+        times = times.mask(moved.eq(by), times + pd.DateOffset(years=int(by)))
+    return times
 
 
 def _spread(values: pd.Series, codes: Any, index: pd.Index) -> pd.Series:

@@ -7,15 +7,12 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels.deferred_gradients import linear
-from carrywave.model.heads.scoring import IGNORED, class_weights, keyword, score_classes, score_labels, weighted_targets
-from carrywave.model.vocabulary import rows as vocabulary_rows
-from carrywave.model.vocabulary.rows import Rows
+from carrywave.model.heads.scoring import class_weights, keyword, score_classes, score_labels
 
 
 class Softmax(nn.Module):
     """Cross entropy over classes at every step. `tied` is the embedding's matrix, which is then shared.
 
-    `rows`: this worker holds only these classes, and others hold the rest; class weights and smoothing must then be left out.
     `label_smoothing`: of the loss in training, as torch defines it; evaluation has none.
     """
 
@@ -30,28 +27,25 @@ class Softmax(nn.Module):
         weights: Tensor | None = None,
         *,
         label_smoothing: float = 0.0,
-        rows: Rows | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        held = classes if rows is None else rows.count
-        if tied is not None and tied.shape != (held, width):
+        if tied is not None and tied.shape != (classes, width):
             raise UserError(
-                f"a tied matrix of shape {list(tied.shape)} does not match {held} classes x width {width}; use one of that shape"
+                f"a tied matrix of shape {list(tied.shape)} does not match {classes} classes x width {width}; use one of that shape"
             )
-        self.rows = rows
         self.width = width
         self.classes = classes
         self.label_smoothing = label_smoothing
-        self.weight = nn.Parameter(torch.empty(held, width, device=device).uniform_(-(width**-0.5), width**-0.5)) if tied is None else tied
-        self.bias = nn.Parameter(torch.zeros(held, device=device)) if bias else None
+        self.weight = (
+            nn.Parameter(torch.empty(classes, width, device=device).uniform_(-(width**-0.5), width**-0.5)) if tied is None else tied
+        )
+        self.bias = nn.Parameter(torch.zeros(classes, device=device)) if bias else None
         self.weights: Tensor | None
         self.register_buffer("weights", class_weights(weights, classes))
 
     def forward(self, y_TBW: Tensor) -> Tensor:
         """Logits [T, B, V]."""
-        if self.rows is not None:
-            return vocabulary_rows.logits(y_TBW, self.weight, self.bias, self.rows)
         return linear(y_TBW, self.weight, self.bias)
 
     def score(self, logits_TBV: Tensor, target_TB: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -60,9 +54,6 @@ class Softmax(nn.Module):
 
     def loss(self, y_TBW: Tensor, target_TB: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
-        if self.rows is not None:
-            target_TB = weighted_targets(target_TB, weights)
-            return vocabulary_rows.summed_cross_entropy(y_TBW, self.weight, self.bias, target_TB, IGNORED, self.rows, weights)
         return self.score(self(y_TBW), target_TB, **keyword(weights))
 
     def extra_repr(self) -> str:

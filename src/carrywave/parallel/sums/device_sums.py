@@ -2,14 +2,12 @@
 
 The tensor is cut into one piece for each worker. Everyone writes its numbers into the owners' buffers; each owner adds up its piece in the
 order of the ranks, and writes the result into everyone's. So all workers get the same bits, whatever the timing. Barriers on the stream
-keep a buffer from being overwritten before it has been read. Where every worker needs only its own piece of a sum, the second half is left
-out (`sum_to_owners`).
+keep a buffer from being overwritten before it has been read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,35 +39,6 @@ class DeviceSum:
         elif flat.numel():
             self._whole(flat)
 
-    def sum_to_owners(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Replace this worker's parts by their sums over the workers, with the bits of `all_reduce`; those of other workers stay as they
-        are. `parts`: what each worker owns, contiguous, of the same shapes on every worker.
-        """
-        starts = [list(accumulate((padded(part.nbytes) for part in each), initial=0)) for each in parts]
-        room = max(ends[-1] for ends in starts)
-        memory = self._memory(self.workers * room)
-        index = memory.rank
-        for rank, each in enumerate(parts):
-            for part, start in zip(each, starts[rank], strict=False):
-                write(_region(memory, rank, index * room + start, part), part)
-        memory.barrier(_ARRIVED)
-        for part, start in zip(parts[index], starts[index], strict=False):
-            self._total(memory, room, part, out=part, start=start)
-        memory.barrier(_READ)
-
-    def all_gather(self, rows: Tensor, index: int) -> None:
-        """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `index`, its position in the group."""
-        room = padded(rows[index].nbytes)
-        memory = self._memory(self.workers * room)
-        for rank in range(self.workers):
-            if rank != index:
-                write(_region(memory, rank, index * room, rows[index]), rows[index])
-        memory.barrier(_ARRIVED)
-        for rank in range(self.workers):
-            if rank != index:
-                write(rows[rank], _region(memory, index, rank * room, rows[rank]))
-        memory.barrier(_READ)
-
     def _whole(self, flat: Tensor) -> None:
         """Everyone sends all of its numbers to everyone, and adds up what it has received."""
         room = padded(flat.nbytes)
@@ -98,9 +67,9 @@ class DeviceSum:
         for rank, piece in enumerate(pieces):
             write(piece, _region(memory, index, results + rank * room, piece))
 
-    def _total(self, memory: SharedMemory, room: int, like: Tensor, out: Tensor | None = None, start: int = 0) -> Tensor:
+    def _total(self, memory: SharedMemory, room: int, like: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of what the workers have sent to this one, in the order of the ranks."""
-        return added_up((_region(memory, memory.rank, rank * room + start, like) for rank in range(self.workers)), out)
+        return added_up((_region(memory, memory.rank, rank * room, like) for rank in range(self.workers)), out)
 
     def _memory(self, half: int) -> SharedMemory:
         """Memory with halves of at least this size: one for numbers, one for results, so that no worker overwrites results that another

@@ -1,4 +1,4 @@
-"""Sums over workers, and gathering what each has, through a process group of torch.distributed."""
+"""Sums over workers through a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Working(Protocol):
 
 
 class Summing(Protocol):
-    """Sums over one group of workers, and what each of them has; the result has the same bits on each of them."""
+    """Sums over one group of workers; the result has the same bits on each of them."""
 
     @property
     def on_device(self) -> bool:
@@ -32,9 +32,6 @@ class Summing(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> Working | None:
         """Replace a contiguous tensor by its sum over the workers, once the returned work has been waited for."""
-
-    def all_gather(self, rows: Tensor, index: int) -> dist.Work | None:
-        """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `index`, its position in the group."""
 
 
 def added_up(parts: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
@@ -73,9 +70,4 @@ class GroupSum:
     def all_reduce(self, tensor: Tensor) -> Working:
         """As `Summing`'s."""
         work: Working = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return work
-
-    def all_gather(self, rows: Tensor, index: int) -> dist.Work | None:
-        # A copy of this worker's row: gloo does not promise to read it before it writes the others.
-        work: dist.Work | None = dist.all_gather(list(rows.unbind()), rows[index].clone(), group=self.group, async_op=True)
         return work

@@ -24,7 +24,6 @@ MAY_CHANGE = (
     "keep",
     "snapshot_every",
     "on_nan",
-    "shard_optimizer",
 )
 FILES = ("data.train", "data.valid", "data.test")
 OF_FRONT = tuple(f"model.{name}" for name in FRONT)  # go with the front

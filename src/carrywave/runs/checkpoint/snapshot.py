@@ -23,9 +23,7 @@ from torch import Tensor
 
 from carrywave.errors import Diverged, RunError, option
 from carrywave.runs.checkpoint import atomic_files
-from carrywave.runs.checkpoint.atomic_files import Form
 from carrywave.runs.checkpoint.manifest import MANIFEST, REMEDY, File, Manifest, encode, is_plain, read_manifest
-from carrywave.step import row_parts
 
 POINTER, BEST = "last", "best"
 NONE_YET = ".none-yet"  # exists from the start of a run to its first snapshot: what was written until then can be reproduced
@@ -64,38 +62,6 @@ class Stored:
                 tensors |= file.read(self.folder / name, names)
         if group == "parameters" and (bad := not_finite(tensors)) is not None:
             raise RunError(f"snapshot {self.folder}: parameter {bad} is not finite; resume from an older snapshot or start a new run")
-        return tensors
-
-    def forms(self, group: str) -> dict[str, Form]:
-        """The dtypes and shapes of the tensors of a group; of those that several workers wrote by rows, as if one had."""
-        forms = self.manifest.forms(group)
-        for name, pieces in row_parts.pieces(forms).items():
-            kinds = {(forms[key][0], forms[key][1][1:]) for _, _, key in pieces}
-            ends = [0, *(end for _, end, _ in pieces)]
-            sizes = [forms[key][1][:1] == (end - start,) for start, end, key in pieces]
-            if len(kinds) > 1 or [start for start, _, _ in pieces] != ends[:-1] or not all(sizes) or name in forms:
-                raise RunError(f"snapshot {self.folder} does not contain every row of {name} once; {REMEDY}")
-            [(dtype, rest)] = kinds
-            forms = {key: form for key, form in forms.items() if key not in {key for _, _, key in pieces}}
-            forms[name] = dtype, (ends[-1], *rest)
-        return forms
-
-    def tensors(self, group: str, wanted: Mapping[str, tuple[int, int] | None]) -> Tensors:
-        """Tensors of a group by name, or these rows [first, end) of them, whichever workers wrote them; rows are put together in memory."""
-        split = row_parts.pieces(self.manifest.forms(group))
-        keys: dict[str, list[tuple[int, int, str]]] = {}
-        for name, rows in wanted.items():
-            parts = split.get(name, [])
-            keys[name] = [part for part in parts if rows is None or (part[0] < rows[1] and part[1] > rows[0])]
-        pieces = self.read(group, {key for name in wanted for key in [part[2] for part in keys[name]] or [name]})
-        tensors: Tensors = {}
-        for name, rows in wanted.items():
-            parts = keys[name]
-            first = parts[0][0] if parts else 0
-            whole = (
-                pieces[name] if not parts else pieces[parts[0][2]] if len(parts) == 1 else torch.cat([pieces[key] for _, _, key in parts])
-            )
-            tensors[name] = whole if rows is None else whole[rows[0] - first : rows[1] - first]
         return tensors
 
     def pieces(self, name: str) -> list[tuple[int, int, str]]:

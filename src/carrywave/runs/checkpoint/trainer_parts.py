@@ -1,13 +1,13 @@
 """Selects the part of a trainer's state that each worker writes into a snapshot, and restores it from one.
 
 Replicas hold the same parameters and optimizer state, so each writes a share of them, about equal in bytes; what several stages hold is
-written by the first of them. If replicas divide the optimizer state (`train.shard_optimizer`), each writes its pieces. Each worker writes
-its own rows of a split vocabulary, and the carry of its own layers and lanes. Of replicas that train on their own, `replica_parts` says
-what they share and what not.
+written by the first of them. Each worker writes the carry of its own layers and lanes. Of replicas that train on their own,
+`replica_parts` says what they share and what not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -18,16 +18,12 @@ from carrywave.model.model import Model
 from carrywave.model.parameter_placement import homes
 from carrywave.model.portable_names import EXPORTED, outside
 from carrywave.model.state import State
-from carrywave.model.vocabulary.rows import Rows
-from carrywave.model.vocabulary.split import split_rows, whole_shape
 from carrywave.runs.checkpoint import replica_parts
 from carrywave.runs.checkpoint.atomic_files import Form, form_of
 from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged, weights_metadata
 from carrywave.step.optim import optimizer as optimizers
-from carrywave.step.optim import piece_state
-from carrywave.step.row_parts import cut, named, rows_of
 from carrywave.step.trainer import Trainer
-from carrywave.step.trainer_state import carry_state, carry_tensors, load_optimizer, wanted_state
+from carrywave.step.trainer_state import carry_state, carry_tensors
 from carrywave.step.worker_setup import tensors_of
 
 
@@ -39,19 +35,11 @@ def part_of(trainer: Trainer, lanes: int) -> Groups:
     if trainer.sync is not None:
         groups = replica_parts.shared_part(trainer, names)
     else:
-        state = {} if trainer.pieces is not None else optimizers.state_tensors(trainer.optimizer, trained)
+        state = optimizers.state_tensors(trainer.optimizer, trained)
         groups = {"parameters": {name: tensor for name, tensor in trainer.parameters().items() if name in names}, "optimizer": state}
-    whole: Groups = {}
-    split: Groups = {}
-    for group, tensors in groups.items():
-        whole[group] = {name: t for name, t in tensors.items() if rows_of(name, t, trainer.held.rows) is None}
-        split[group] = named({name: t for name, t in tensors.items() if name not in whole[group]}, trainer.held.rows)
-    mine = _dealt(whole, trainer.mesh.replica, trainer.plan.replicas)
-    mine = {group: tensors | split[group] for group, tensors in mine.items()}
+    mine = _dealt(groups, trainer.mesh.replica, trainer.plan.replicas)
     if trainer.sync is not None:
         mine["replica"] = replica_parts.local_part(trainer, names)
-    if trainer.pieces is not None:
-        mine["optimizer"] = piece_state.saved(trainer.optimizer, [piece for _, p in trained if (piece := trainer.pieces.of(p)) is not None])
     low, high = trainer.mesh.share().bounds(lanes)
     carry = carry_tensors(trainer.state, trainer.stage) if trainer.keep_state else {}
     return mine | {"carry": {ranged(name, low, high): tensor for name, tensor in carry.items()}}
@@ -86,35 +74,39 @@ def _dealt(groups: Groups, index: int, of: int) -> Groups:
 
 def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
     """Load a trainer's part of a snapshot: the parameters, the optimizer state and the carry that it holds."""
-    parameters, rows = trainer.parameters(), trainer.held.rows
+    parameters = trainer.parameters()
     # Everything in the manifest is checked before any tensor is read.
-    check_forms(parameters, stored.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys(), rows=rows)
-    state_rows = _local_state_rows(trainer, stored)
+    check_forms(parameters, stored.manifest.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys())
+    states = _local_states(trainer, stored)
     if trainer.sync is not None:
         replica_parts.check_size(trainer, stored)
     trainer.state = local_state(stored, trainer, lanes)
-    load_parameters(parameters, stored.tensors("parameters", {name: _range(rows.get(name)) for name in parameters}), "the snapshot")
+    load_parameters(parameters, stored.read("parameters", parameters.keys()), "the snapshot")
     if trainer.sync is None:
         saved = bool(stored.manifest.forms("optimizer"))
-        load_optimizer(trainer, stored.tensors("optimizer", state_rows), trainer.named, averages=saved)
+        optimizers.load_state(trainer.optimizer, trainer.named, stored.read("optimizer", states), averages=saved)
     else:
         replica_parts.load(trainer, stored, {name for name, _ in trainer.model.named_parameters()} - dict(trainer.named).keys())
 
 
-def _range(rows: Rows | None) -> tuple[int, int] | None:
-    return None if rows is None else (rows.low, rows.high)
-
-
-def _local_state_rows(trainer: Trainer, stored: Stored) -> dict[str, tuple[int, int] | None]:
-    """The optimizer tensors that this worker loads, or their rows: all but those of parameters, or pieces of them, on other workers."""
-    rows, wanted = trainer.held.rows, wanted_state(trainer, trainer.named)
-    whole = {name for name, _ in trainer.model.named_parameters()}
-    wanted_rows: dict[str, tuple[int, int] | None] = {}
-    for name, (_, shape) in stored.forms("optimizer").items():
-        if piece_state.needed(name, shape, wanted, whole):
-            _, parameter, span = piece_state.parsed(name, whole)
-            wanted_rows[name] = _range(rows.get(parameter)) if shape and span is None else None
-    return wanted_rows
+def _local_states(trainer: Trainer, stored: Stored) -> list[str]:
+    """The optimizer tensors that this worker loads: all but those of parameters on other workers. Refuses one that is larger than its
+    parameter, before memory is taken.
+    """
+    elsewhere = {name for name, _ in trainer.model.named_parameters()} - dict(trainer.named).keys()
+    sizes = {name: parameter.numel() for name, parameter in trainer.named}
+    wanted: list[str] = []
+    for key, (_, shape) in stored.manifest.forms("optimizer").items():
+        name = key.partition("/")[2]
+        if name in elsewhere:
+            continue
+        if math.prod(shape) > max(1, sizes.get(name, 0)):
+            raise RunError(
+                f"the snapshot's optimizer state {key} has shape {list(shape)}, which matches no parameter of this run; "
+                "resume with the train.optimizer, train.precision and model it was made with"
+            )
+        wanted.append(key)
+    return wanted
 
 
 def local_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
@@ -137,16 +129,12 @@ def local_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
     return carry_state({name: stored.lanes(name, low, high) for name in wanted}, trainer.device, trainer.stage)
 
 
-def check_forms(
-    held: Mapping[str, Tensor], stored: Mapping[str, Form], where: str, *, whole: Collection[str], rows: Mapping[str, Rows] | None = None
-) -> None:
-    """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model, of which `held` is a part;
-    `rows`: those of which it has only some rows.
-    """
+def check_forms(held: Mapping[str, Tensor], stored: Mapping[str, Form], where: str, *, whole: Collection[str]) -> None:
+    """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model; `held` is a part of it."""
     for name, tensor in held.items():
         if name not in stored:
             raise RunError(f"{where} is from another model: it has no {name}; use the spec it was made with")
-        expected = tensor.dtype, whole_shape(name, tensor.shape, rows or {})
+        expected = tensor.dtype, tuple(tensor.shape)
         if stored[name] != expected:
             theirs, ours = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (stored[name], expected))
             raise RunError(f"{where} has {name} as {theirs}, expected {ours}; use the spec it was made with")
@@ -163,16 +151,15 @@ def load_parameters(held: dict[str, Tensor], stored: dict[str, Tensor], where: s
 
 
 def take_weights(model: nn.Module, path: Path, where: str, *, ignored: str | None = None) -> None:
-    """Load a weights file into a model, or those of its units and rows that this worker holds; the tensor `ignored` keeps its value."""
+    """Load a weights file into a model, or those of its units that this worker holds; the tensor `ignored` keeps its value."""
     held = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored and not tensor.is_meta}
-    load_parameters(held, cut(read_weights(model, path, ignored=ignored, wanted=held.keys()), split_rows(model)), where)
+    load_parameters(held, read_weights(model, path, ignored=ignored, wanted=held.keys()), where)
 
 
 def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
     """The tensors of a weights file, or those `wanted`, checked against the whole model, including what other workers hold."""
     tensors = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
-    rows = split_rows(model)
-    expected = {name: (whole_shape(name, tensor.shape, rows), tensor.dtype) for name, tensor in tensors.items()}
+    expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     renamed = None
     if isinstance(model, Model) and EXPORTED in weights_metadata(path):
         renamed = {theirs: ours for ours, theirs in outside(tensors, model.lstm).items()}

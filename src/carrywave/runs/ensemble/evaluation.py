@@ -59,7 +59,7 @@ def evaluate_together(
         raise DataError(f"{parts[0].name} contains no targets: every label in it is ignored; add labels")
     metrics: dict[str, float] = {}
     if meter is not None:
-        meter = joined({0: meter}, 1, mesh)
+        meter = joined(meter, mesh)
         metrics = meter.values()
         details.rows.update({by: meter.rows(by) for by in details.by})
         if look is not None:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from carrywave.data.codec import Codec
-from carrywave.errors import PlanError, RunError, UserError
+from carrywave.errors import RunError, UserError
 from carrywave.parallel.world import World
 from carrywave.runs.trained_run import Saved, open_run
 
@@ -33,11 +33,6 @@ def open_members(paths: Sequence[Path | str], device: str, world: World) -> list
     """The best weights of several runs. Every worker holds all of them as a whole."""
     members = [open_run(path, device, world=world, whole=True) for path in paths]
     for member in members:
-        if member.mesh.plan.splits_vocabulary:
-            raise PlanError(
-                f"runs that predict together are held as a whole by every worker, but {member.run.path} splits its vocabulary over them; "
-                f"start one worker instead of {world.size}"
-            )
         if member.spec.model.crf:
             raise UserError(
                 f"{member.run.path} chooses whole sequences of labels (model.crf), and has no probabilities of single ones to average; "

@@ -5,7 +5,7 @@ Without a GPU, the rows are compared at once, before any weight changes. With on
 long been computed and nothing has to wait for them. All workers compare after the same step, whatever device they use, so either all of
 them raise or none does.
 
-In a pipeline, and where replicas share a vocabulary, a mismatch between batches would leave workers waiting for messages that never come,
+In a pipeline, a mismatch between batches would leave workers waiting for messages that never come,
 so there the user's batches are compared before the step.
 """
 
@@ -106,7 +106,7 @@ class Agreement:
             contents,
             (*self._set(modes=True), *(others if own else ())),
         )
-        if own and (not self._steps or self.mesh.plan.stages > 1 or self.mesh.plan.splits_vocabulary):
+        if own and (not self._steps or self.mesh.plan.stages > 1):
             self._gather(self._given)
 
     def unbroken(self, *, broken: bool) -> None:

@@ -29,9 +29,9 @@ from carrywave.step.checks.targets import check_targets, form_of, no_targets
 from carrywave.step.precision import parameter_dtype
 
 # The keys of a spec's train section that affect a single step. The others are for the training loop.
-OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas", "ema", "shard_optimizer")
+OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas", "ema")
 Lanes = tuple[int, ...]  # the numbers of all lanes of a batch, in its order
-STEP_KEYS = {*OPTIMIZER_KEYS, *READ_BY, "precision", "clip", "seed", "alpha", "beta", "on_nan", "reproducible", "sync"}
+STEP_KEYS = {*OPTIMIZER_KEYS, *READ_BY, "precision", "clip", "seed", "alpha", "beta", "on_nan", "sync"}
 INSTEAD = {
     "accumulate": "pass several batches to one trainer.step",
     "epochs": "write the loop over epochs yourself",

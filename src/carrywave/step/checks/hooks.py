@@ -27,21 +27,20 @@ _OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 class Hooks:
     """The hooks on the parameters and modules that one worker holds. `plan`: of those who share a step."""
 
-    def __init__(self, held: Mapping[str, nn.Parameter], model: nn.Module, plan: Plan, *, in_pieces: bool = False) -> None:
+    def __init__(self, held: Mapping[str, nn.Parameter], model: nn.Module, plan: Plan) -> None:
         self.held, self.model = held, model
         self.modules = list(model.modules())
         self.is_cut = plan.workers > 1 or plan.micro_batches > 1 or plan.chunk_steps is not None
         self.splits_layers = plan.stages > 1
-        self.in_pieces = in_pieces  # True if a worker need not have more than a piece of a gradient
         self._put_off: list[tuple[nn.Parameter, list[Hook]]] = []
 
     def any_registered(self, optimizer: object) -> bool:
         """True if there are any hooks, which a captured step would not call. Refuses hooks that cannot work under this plan."""
         # During a step, the hooks that `call` will run have been removed from their parameters.
         of_steps = [each for name in _OF_STEPS for each in getattr(optimizer, name, {}).values()]
-        if (self.splits_layers or self.in_pieces) and not all(getattr(hook, VOUCHED, False) is True for hook in of_steps):
+        if self.splits_layers and not all(getattr(hook, VOUCHED, False) is True for hook in of_steps):
             raise UserError(
-                f"a hook on the optimizer's step would see only the parameters of {'a stage' if self.splits_layers else 'a piece'}; use "
+                "a hook on the optimizer's step would see only the parameters of a stage; use "
                 "train.clip for a norm over all, register_post_accumulate_grad_hook for a single one, or, if it treats each element by "
                 f"itself, set hook.{VOUCHED} = True"
             )
@@ -71,11 +70,6 @@ class Hooks:
         taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for parameter in self.held.values():
             users = _users(parameter)
-            if users and self.in_pieces:
-                raise UserError(
-                    "a hook on a parameter's gradient (register_post_accumulate_grad_hook) would see only a piece of it with "
-                    "train.shard_optimizer; remove the hook, or train.shard_optimizer"
-                )
             if users:
                 hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
                 taken.append((hooks, dict(hooks)))

@@ -1,15 +1,13 @@
 """Checks that a user's optimizer can update parts of a model on different workers, that is, treats each parameter independently.
 
 torch's optimizers do, except LBFGS. For others, a small instance with the same class and options is tried: two parameters stepped together
-must end up where each ends up alone, even when one gradient is so large that a norm over both would be clipped. Where rows of one parameter
-are on different workers, its rows must end up where they end up alone, which not all of torch's optimizers promise (Adafactor, Muon).
+must end up where each ends up alone, even when one gradient is so large that a norm over both would be clipped.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,11 +28,6 @@ def check_separable(optimizer: Optimizer, plan: Plan) -> None:
         raise UserError(f"{kind} evaluates the loss several times per step, but a step here evaluates it once; use for example SGD or Adam")
     if isinstance(optimizer, SparseAdam):
         raise UserError(f"{kind} takes only sparse gradients, but gradients are dense here; use Adam")
-    if plan.splits_vocabulary and not _tried(lambda: all(_separable_rows(optimizer, size) for size in SIZES)):
-        raise PlanError(
-            f"{kind} may update the rows of a matrix differently when others are there, but plan.split_vocabulary=true leaves each replica "
-            "only some rows of the embedding; use for example SGD or Adam, or remove plan.split_vocabulary"
-        )
     if plan.stages == 1 or type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]:
         return
     try:
@@ -50,30 +43,6 @@ def check_separable(optimizer: Optimizer, plan: Plan) -> None:
             f"{kind} updates a parameter differently when there are others (for example, by a norm over all of them), but each of the "
             f"{plan.stages} stages holds only part of the model; use train.clip for a norm over all parameters, or only replicas"
         )
-
-
-def _tried(separable: Callable[[], bool]) -> bool:
-    """False also if the optimizer cannot be tried."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return separable()
-    except Exception:
-        return False
-
-
-def _separable_rows(optimizer: Optimizer, size: float) -> bool:
-    """True if a matrix ends up where its first rows and its last rows end up when each is a parameter of its own."""
-    whole = nn.Parameter(_numbers(6, 3, 0.5))
-    parts = [nn.Parameter(whole.detach()[:2].clone()), nn.Parameter(whole.detach()[2:].clone())]
-    for parameters in ([whole], *([part] for part in parts)):
-        own = _like(optimizer, parameters)
-        for step in range(STEPS):
-            grads = torch.cat([_numbers(2, 3, 1.0 + step) * size, _numbers(4, 3, 2.0 + step)])
-            grads = grads if parameters[0] is whole else grads[:2] if parameters[0] is parts[0] else grads[2:]
-            parameters[0].grad = grads.clone()
-            torch.default_generator.manual_seed(step)
-            own.step()
-    return torch.allclose(whole, torch.cat([part.detach() for part in parts]), rtol=1e-9, atol=1e-12)
 
 
 def _separable(optimizer: Optimizer, size: float) -> bool:

@@ -78,16 +78,13 @@ class Capture:
         device: torch.device, plan: Plan, model: nn.Module, optimizer: Optimizer | None = None, *, on_device: bool = False
     ) -> Capture | None:
         """Return a Capture, or None if nothing may be captured: without CUDA, in a pipeline whose messages pass through the host (they do
-        not if `on_device`), if replicas exchange rows of a vocabulary within a pass, if the head's
-        work depends on the targets, or with CARRYWAVE_CAPTURE=0.
+        not if `on_device`), if the head's work depends on the targets, or with CARRYWAVE_CAPTURE=0.
 
         User-defined modules and hooks are not captured either, because a replay would not run their code, unless CARRYWAVE_CAPTURE=1. Pass
         `optimizer` if its step is captured too.
         """
         wanted = os.environ.get("CARRYWAVE_CAPTURE", "")
-        on_host = (
-            (plan.stages > 1 and not on_device) or plan.splits_vocabulary or getattr(getattr(model, "head", None), "picks_rows", False)
-        )
+        on_host = (plan.stages > 1 and not on_device) or getattr(getattr(model, "head", None), "picks_rows", False)
         if wanted == "0" or device.type != "cuda" or on_host or not (wanted == "1" or ours(model)):
             return None
         return Capture(device, watch=Watch(model, optimizer, strict=wanted != "1"))

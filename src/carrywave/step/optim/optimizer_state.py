@@ -5,10 +5,9 @@ This keeps everything the optimizer reports about itself, and any plan can load 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,38 +34,18 @@ def saved(optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> Saved:
     return {"state": state, "other": other, "groups": groups, "rest": rest}
 
 
-def joined(parts: Sequence[Saved], order: Sequence[str], split: Collection[str] = ()) -> Saved:
-    """Merge the parts held by the workers into the state of the whole model; anything not tied to one parameter is taken from rank 0.
-
-    `split`: parameters of which each part has some rows, in the order of the parts.
-    """
+def joined(parts: Sequence[Saved], order: Sequence[str]) -> Saved:
+    """Merge the parts held by the workers into the state of the whole model; anything not tied to one parameter is taken from rank 0."""
     first = parts[0]
     state = dict(first["state"])
     for part in parts[1:]:
         state |= {name: value for name, value in part["state"].items() if name not in state}
-    for name in state.keys() & set(split):
-        state[name] = {
-            key: torch.cat([part["state"][name][key] for part in parts]) if _has_rows(value) else value
-            for key, value in state[name].items()
-        }
     places = {name: index for index, name in enumerate(order)}
     groups = [
         group | {"params": sorted({name for part in parts for name in part["groups"][number]["params"]}, key=places.__getitem__)}
         for number, group in enumerate(first["groups"])
     ]
     return first | {"state": state, "groups": groups}
-
-
-def with_rows(given: Saved, rows: Mapping[str, tuple[int, int]]) -> Saved:
-    """The state of the whole model with only these rows (first, end) of some parameters."""
-    state = dict(given["state"])
-    for name in state.keys() & rows.keys():
-        state[name] = {key: value[slice(*rows[name])] if _has_rows(value) else value for key, value in state[name].items()}
-    return given | {"state": state}
-
-
-def _has_rows(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def load(optimizer: Optimizer, held: Mapping[str, nn.Parameter], given: Saved) -> None:

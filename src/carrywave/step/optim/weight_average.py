@@ -8,7 +8,7 @@ with weight 1 / count for a plain mean, and (1 - decay) / (1 - decay ** count) f
 weights after each step, those of one step earlier counting `decay` times as much; nothing is left of the initial weights, so a short run
 can be averaged too.
 
-As part of the optimizer's state, an average is divided (`pieces.py`), saved and loaded with it. Nothing is read on the host, so that a step
+As part of the optimizer's state, an average is saved and loaded with it. Nothing is read on the host, so that a step
 can be captured with its average.
 """
 

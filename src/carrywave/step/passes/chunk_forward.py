@@ -36,7 +36,6 @@ class ChunkForward:
     stage: Stage | OpaqueModel
     dtype: torch.dtype  # of messages between stages
     share_head: bool  # the outputs are scored in tasks of their own
-    splits_vocabulary: bool  # replicas share the rows of a vocabulary
 
     def __call__(
         self, job: Job, batch: Batch, chunk: Chunk, x: Tensor, entered: State, step_range: tuple[int, int], *, last: bool
@@ -57,12 +56,9 @@ class ChunkForward:
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
                 root, count = self._observed(job.observe, y, left, targets, chunk, count, batch)
-            elif targets is not None and (not batch.idle or self._has_rows(self.stage.head)):
-                # A replica without lanes still has rows of a split vocabulary, which the others need.
+            elif targets is not None and not batch.idle:
                 known = targets if torch.is_grad_enabled() else sample_weights.known(targets)
                 root, count = self.stage.loss(y, left, known, chunk)
-            elif targets is not None and self._has_rows(self.stage.encoder):
-                root = 0.0 * y.sum()  # nothing to score, but the rows of the encoder have gradients from others
             if root is not None:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
@@ -79,10 +75,6 @@ class ChunkForward:
         if not self.stage.has_head or not (job.alpha or job.beta):
             return left
         return left._replace(tail=raw[-1] if job.beta else None)
-
-    def _has_rows(self, module: object) -> bool:
-        """True if a module has some rows of a vocabulary that replicas share, and must run whenever theirs do."""
-        return self.splits_vocabulary and getattr(module, "rows", None) is not None
 
     def _observed(
         self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, batch: Batch

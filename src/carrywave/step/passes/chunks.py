@@ -18,8 +18,7 @@ from carrywave.model.state import Chunk
 
 class Chunks:
     """`counts`: chunks of each micro-batch, of `chunk_steps` each if there are several. `windowed`: micro-batches whose kernels may keep
-    what weight gradients need until the end. `reads_lengths`: there is a head, which reads the lengths of full chunks too. `most`: lanes of
-    each micro-batch on the replica that has the most, if replicas share a vocabulary.
+    what weight gradients need until the end. `reads_lengths`: there is a head, which reads the lengths of full chunks too.
     """
 
     def __init__(
@@ -30,9 +29,8 @@ class Chunks:
         windowed: Collection[int],
         *,
         reads_lengths: bool,
-        most: Sequence[int] | None = None,
     ) -> None:
-        self.batches, self.counts, self.chunk_steps, self.most = batches, counts, chunk_steps, most
+        self.batches, self.counts, self.chunk_steps = batches, counts, chunk_steps
         self.windowed, self.reads_lengths = windowed, reads_lengths
         self._windows: dict[int, Window] = {}
         self._lengths: dict[int, tuple[Tensor, Tensor]] = {}  # of a micro-batch's window, and of each chunk
@@ -60,7 +58,6 @@ class Chunks:
             key,
             full,
             None if window is None else WindowChunk(window, chunk),
-            None if self.most is None else self.most[micro_batch],
             self.counts[micro_batch] == 1 and batch.steps * batch.lanes.shape[0] == batch.cells[1],
             None if batch.history is None else batch.history[first : end + batch.history.shape[0] - batch.steps],
             None if batch.resets is None else batch.resets[first:end],

@@ -58,7 +58,7 @@ from carrywave.step.gradients import Gradients
 from carrywave.step.passes.chunk_forward import ChunkForward, ChunkOutcome
 from carrywave.step.passes.chunks import Chunks
 from carrywave.step.passes.job import BatchOutcome, Job, Observer
-from carrywave.step.passes.micro_batches import flatten, join_states, micro_batches_of, most_lanes, split_lanes, split_state
+from carrywave.step.passes.micro_batches import flatten, join_states, micro_batches_of, split_lanes, split_state
 from carrywave.step.passes.profiler_ranges import profiled, span
 from carrywave.step.passes.programs import program_for
 from carrywave.step.passes.task_clock import Arrived, TaskClock
@@ -166,10 +166,9 @@ class _Run:
             plan.chunk_steps,
             self.deferred,
             reads_lengths=stage.has_head,
-            most=[most for job in jobs for most in most_lanes(plan, job.batch)] if plan.splits_vocabulary else None,
         )
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
-        self.chunk_forward = ChunkForward(stage, self.dtype, share_head=self.share_head, splits_vocabulary=plan.splits_vocabulary)
+        self.chunk_forward = ChunkForward(stage, self.dtype, share_head=self.share_head)
         # Where messages are read in place, the sender must learn when their buffers are free.
         self.in_place = links if isinstance(links, DeviceLinks) else None
         self.lasts = {step.task.micro_batch: number for number, step in enumerate(self.steps)} if self.in_place else {}

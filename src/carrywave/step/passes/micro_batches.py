@@ -21,24 +21,9 @@ def bounds(lanes: int, micro_batches: int) -> list[tuple[int, int]]:
     return [Share(part, micro_batches).bounds(lanes) for part in range(micro_batches)]
 
 
-def count_of(plan: Plan, lanes: int, total: int) -> int:
-    """The number of micro-batches that a replica's lanes are cut into: never more than there are lanes. Replicas that share a vocabulary
-    must have as many as each other. `total`: the lanes of all replicas.
-    """
-    return min(plan.micro_batches, max(1, total // plan.replicas) if plan.splits_vocabulary else lanes)
-
-
 def micro_batches_of(plan: Plan, batch: Batch) -> int:
-    """The number of micro-batches that a batch, or a replica's part of one, is cut into."""
-    return count_of(plan, batch.lanes.shape[0], batch.cells[1] // batch.steps)
-
-
-def most_lanes(plan: Plan, batch: Batch) -> list[int]:
-    """For each micro-batch of a batch, the lanes of the replica that has the most of them. It need not be the one with the most lanes."""
-    total, parts = batch.cells[1] // batch.steps, micro_batches_of(plan, batch)
-    held = [Share(replica, plan.replicas).bounds(total) for replica in range(plan.replicas)]
-    cut = [bounds(max(1, high - low), parts) for low, high in held]
-    return [max(high - low for low, high in same) for same in zip(*cut, strict=True)]
+    """The number of micro-batches that a batch, or a replica's part of one, is cut into: never more than it has lanes."""
+    return min(plan.micro_batches, batch.lanes.shape[0])
 
 
 def split_lanes(batch: Batch, micro_batches: int, *, pooled: bool) -> list[Batch]:

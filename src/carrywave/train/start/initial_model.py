@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from carrywave.data.prepare import Prepared
 from carrywave.errors import SpecError, UserError
@@ -13,9 +13,6 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.parameter_placement import Holding
 from carrywave.model.portable_names import CLASS_WEIGHTS
-from carrywave.model.vocabulary.rows import Rows
-from carrywave.model.vocabulary.split import split_rows
-from carrywave.parallel.gather import broadcast
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World, raise_on_all
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
@@ -23,7 +20,6 @@ from carrywave.runs.run_source import weights_file
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss
-from carrywave.step.row_parts import cutter
 from carrywave.step.worker_setup import check_saved_whole, check_uncut, holding_of, tensors_of
 from carrywave.tasks.task import Task
 from carrywave.train.start.run_start import Start
@@ -36,13 +32,11 @@ def drawn_model(task: Task, prepared: Prepared, start: Start, mesh: Mesh | None)
 
     If weights are to be read from a file, it is whole: rank 0 reads them for all.
     """
-    split = mesh is not None and mesh.plan.splits_vocabulary
-    rows = Rows.of_worker(prepared.facts.vocabulary, start.world.rank, start.world.size) if split else None
     if start.init is not None or task.spec.model.pretrained is not None:
-        return task.model(prepared.train, rows)
+        return task.model(prepared.train)
     if mesh is None:
         return task.model(prepared.train, holding=Holding(0, 0, torch.device("cpu")), draw=False)
-    return task.model(prepared.train, rows, holding_of(mesh, task.spec.model.layers + 2))
+    return task.model(prepared.train, holding_of(mesh, task.spec.model.layers + 2))
 
 
 def own_model(user_model: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss: Loss | None) -> Model | OpaqueModel:
@@ -73,13 +67,9 @@ def own_model(user_model: Own | OpaqueModel, spec: Spec, facts: DataFacts, loss:
 
 
 def begin_from(source: str, model: Model | OpaqueModel, world: World) -> None:
-    """Load the weights of another run on rank 0, from which all workers take theirs; or the rows that each has of a split vocabulary."""
-    rows, weights = split_rows(model), dict[str, Tensor]()
+    """Load the weights of another run on rank 0, from which all workers take theirs."""
     with raise_on_all(world):
         if world.rank == 0:
             # Class weights follow from this run's spec and data, not from those of the run the weights come from.
             weights = read_weights(model, weights_file(source), ignored=CLASS_WEIGHTS)
-    weights = broadcast(world, weights, cutter(rows)) if rows else weights
-    with raise_on_all(world):
-        if world.rank == 0 or rows:
             load_parameters({name: tensor for name, tensor in tensors_of(model).items() if name != CLASS_WEIGHTS}, weights, source)

@@ -23,7 +23,7 @@ from carrywave.parallel.world import World, all_gather_json, from_rank_0
 from carrywave.plan.cluster import Cluster, Host
 from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.predict import Prediction, Predictor
-from carrywave.plan.profile import BY_BACKEND, PROFILE, Profile, named_profile, shipped, with_transport
+from carrywave.plan.profile import BY_BACKEND, PROFILE, Profile, find_profile, named_profile, shipped, with_transport
 from carrywave.plan.profile import names as shipped_names
 from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe, search, to_try
 from carrywave.plan.units import Units
@@ -32,6 +32,7 @@ from carrywave.spec.defaults import suited, with_precision
 from carrywave.spec.load import with_new_names
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
+from carrywave.train.start import timing
 from carrywave.train.start.machine import calls_of, empty, extended, job_of, profile_for, threads
 
 Say = Callable[[str], None]
@@ -78,7 +79,7 @@ def plan_run(world: World, request: PlanRequest, say: Say) -> Planned:
 
 def _decides(request: PlanRequest) -> bool:
     """True if there is a choice. Where replicas do not exchange at every step, their number changes the result, so that every worker is
-    one; a run that goes on with as many workers keeps its plan, so that it continues bit for bit; and with a worker broken nothing is timed.
+    one; a run that goes on with as many workers keeps its plan, and continues bit for bit; with a worker broken nothing is timed.
     """
     spec, before = request.spec, request.before
     kept = before is not None and before.workers == request.workers
@@ -103,8 +104,8 @@ def _given(request: PlanRequest) -> Plan:
 
 
 def _chosen(world: World, request: PlanRequest, units: Units, say: Say) -> Planned:
-    """The best plan that uses all workers: predicted, and where they are all here, decided by real steps. Collective."""
-    profile = _profile(world, request, units, say)
+    """The best plan that uses all workers: as a named profile predicts, or, where they are all here, as real steps decide. Collective."""
+    named, profile = _profile(world, request, units, say)
     cluster = _cluster(world, request.workers, profile)
     choice: PlanChoice | None = None
 
@@ -115,7 +116,7 @@ def _chosen(world: World, request: PlanRequest, units: Units, say: Say) -> Plann
 
     plans = [_of_json(values) for values in from_rank_0(world, ranked)]
     kernel = request.spec.plan_spec.kernel
-    if request.step_seconds is None or world.size == 1:
+    if named or request.step_seconds is None or world.size == 1:
         serial = None if choice is None or choice.serial is None else choice.serial.seconds
         best, seconds = plans[0], 0.0 if choice is None else choice.best.seconds
         why = f"{describe(best)}: the fastest, as predicted from profile {profile.name}{_doubt(profile, units)}"
@@ -131,22 +132,19 @@ def _chosen(world: World, request: PlanRequest, units: Units, say: Say) -> Plann
     return Planned(plan, prediction, (f"chosen: {why}", *_advice(serial, seconds, best)))
 
 
-def _profile(world: World, request: PlanRequest, units: Units, say: Say) -> Profile:
-    """The profile that the environment names, or this machine's, timed by the workers of the run, or by processes if they are not here."""
-    named = from_rank_0(world, lambda: PROFILE in os.environ)
+def _profile(world: World, request: PlanRequest, units: Units, say: Say) -> tuple[bool, Profile]:
+    """The profile that the environment names, if it does; or this machine's, timed by the workers of the run, or by processes if they are
+    not here.
+    """
+    named = from_rank_0(world, lambda: os.environ.get(PROFILE))
     if named:
-        found = named_profile()
-        if found is None:
-            raise PlanError(f"{PROFILE} is set on rank 0 but not on rank {world.rank}; set it on all hosts")
-        return found
+        return True, find_profile(named)
     kind = world.device.type
     if world.size == 1:
-        return profile_for(units, device=kind, devices=request.workers, note=say)
-    from carrywave.train.start import timing
-
+        return False, profile_for(units, device=kind, devices=request.workers, note=say)
     job = job_of(calls_of(units, world.local_size), units.precision, kind)
     rows = all_gather_json(world, list(timing.work(world, job)))
-    return extended(empty(kind), rows, units.precision)
+    return False, extended(empty(kind), rows, units.precision)
 
 
 def _alone(world: World, units: Units, cluster: Cluster, step_seconds: StepSeconds | None) -> float | None:
@@ -195,9 +193,7 @@ def plan_before(folder: Run) -> Plan | None:
     """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
     try:
         recorded = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
-        # Older runs do not name what they could not do.
-        older = {"split_vocabulary": False}
-        return _of_json({name: (older | recorded)[name] for name in PlanSpec.model_fields})
+        return _of_json({name: recorded[name] for name in PlanSpec.model_fields})
     except (RunError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
@@ -215,13 +211,12 @@ def _of_json(values: Mapping[str, Any]) -> Plan:
         plan_spec.recompute,
         plan_spec.kernel,
         plan_spec.share_head,
-        plan_spec.split_vocabulary,
     )
 
 
 def best_number(spec: Spec, device: str, say: Say) -> int | None:
-    """How many of this machine's GPUs to use if the user leaves that open: as many as pay off by the profile that is named or ships for such
-    GPUs, and all of them without one: the run says if one would be as fast. None: it is not ours to decide.
+    """How many of this machine's GPUs to use if the user leaves that open: as many as pay off by the profile that is named or ships for
+    such GPUs, and all of them without one: the run says if one would be as fast. None: it is not ours to decide.
     """
     names = [] if device == "cpu" else gpus()
     if len(names) < 2 or not spec.plans_itself or spec.data.train is None or launched():

@@ -49,17 +49,17 @@ def work(world: World, job: Row) -> Iterator[Row]:
     configure(precision)
     for values in job["calls"]:
         call = CallToTime(**values)
-        forward, both = _parts(call, precision, world.device)
+        forward, both = call_of(call, precision, world.device)
         if world.size > 1:
             dist.barrier()
         seconds = _median(both, world.device)
         share = 1.0 if forward is None else min(1.0, _median(forward, world.device) / seconds)
         yield {"call": values, "forward_seconds": share * seconds, "seconds": seconds}
     if world.size > 1:
-        yield from _links(world)
+        yield from links(world)
 
 
-def _parts(call: CallToTime, precision: str, device: torch.device) -> tuple[Callable[[], object] | None, Callable[[], object]]:
+def call_of(call: CallToTime, precision: str, device: torch.device) -> tuple[Callable[[], object] | None, Callable[[], object]]:
     """A call's forward alone, and with backward; the first is None for an update."""
     T, B, dtype = call.steps, call.lanes, parameter_dtype(precision)
     if call.kind == "update":
@@ -122,7 +122,7 @@ def _median(call: Callable[[], object], device: torch.device) -> float:
         call = _captured(call)
     found: list[float] = []
     while len(found) < REPEATS or sum(found) < LEAST_SECONDS:
-        found.append(_seconds(call, device))
+        found.append(call_seconds(call, device))
     return statistics.median(found)
 
 
@@ -139,7 +139,8 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
+def call_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call by the host's clock, from an idle device until it is done."""
     _settle(device)
     begin = time.perf_counter()
     call()
@@ -152,24 +153,24 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _links(world: World) -> Iterator[Row]:
+def links(world: World) -> Iterator[Row]:
     """Sums over all workers as the step has them, and messages between the first two over gloo; others are taken to be as fast as sums."""
     mesh = Mesh(world, Plan(world.size))
     small, large = (_median_sum(mesh, size) for size in (SMALL_BYTES, LARGE_BYTES))
     # A ring passes 2 (n - 1) messages, each of an n-th of the numbers.
     passes = 2 * (world.size - 1)
-    sums = _link(small / passes, large / passes, SMALL_BYTES / world.size, LARGE_BYTES / world.size, mesh.sums)
+    sums = link(small / passes, large / passes, SMALL_BYTES / world.size, LARGE_BYTES / world.size, mesh.sums)
     yield {"sums": sums}
     if world.backend == "gloo" and world.device.type == "cpu":
         small, large = (time_messages(world, size, (0, 1)) for size in (SMALL_BYTES, LARGE_BYTES))
         if world.rank == 0:
-            yield {"within": _link(small, large, SMALL_BYTES, LARGE_BYTES, "gloo")}
+            yield {"within": link(small, large, SMALL_BYTES, LARGE_BYTES, "gloo")}
     elif world.rank == 0:
         yield {"within": sums}
     dist.barrier()
 
 
-def _link(small: float, large: float, small_bytes: float, large_bytes: float, transport: str) -> Row:
+def link(small: float, large: float, small_bytes: float, large_bytes: float, transport: str) -> Row:
     """A link from what a small and a large message take. On a busy machine the large one may take no longer; the bytes are then taken to
     need a twentieth of it, as less cannot be told from noise.
     """
@@ -182,7 +183,7 @@ def _median_sum(mesh: Mesh, num_bytes: int) -> float:
     found = []
     for _ in range(WARM_UP + 2 * REPEATS):
         dist.barrier()
-        found.append(_seconds(lambda: mesh.sum_(numbers), mesh.device))
+        found.append(call_seconds(lambda: mesh.sum_(numbers), mesh.device))
     return statistics.median(found[WARM_UP:])
 
 
@@ -197,7 +198,7 @@ def time_messages(world: World, num_bytes: int, pair: tuple[int, int]) -> float:
         for kind in (dist.send, dist.recv) if first else (dist.recv, dist.send):
             kind(numbers, peer)
 
-    return statistics.median(_seconds(there_and_back, world.device) / 2 for _ in range(WARM_UP + 2 * REPEATS))
+    return statistics.median(call_seconds(there_and_back, world.device) / 2 for _ in range(WARM_UP + 2 * REPEATS))
 
 
 def step_seconds(mesh: Mesh, task: Task, part: Part, order: Order) -> float:
@@ -213,7 +214,7 @@ def step_seconds(mesh: Mesh, task: Task, part: Part, order: Order) -> float:
     batches.close()
 
     def step() -> float:
-        return _seconds(lambda: trainer.update(*group), device)
+        return call_seconds(lambda: trainer.update(*group), device)
 
     warm = [step() for _ in range(WARM_STEPS[device.type])]
     slowest = max(all_gather_json(mesh.world, warm[-1]))

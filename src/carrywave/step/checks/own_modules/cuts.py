@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from carrywave.data.loader import Share
-from carrywave.plan import canonical_shards
 from carrywave.plan.plan import Plan
-from carrywave.step.passes.micro_batches import bounds, count_of
+from carrywave.step.passes.micro_batches import bounds
 
 Axis = Literal["time", "lanes", "both"]
 Span = tuple[int, int]  # half-open
@@ -97,17 +96,17 @@ def extent_of(cut: Cut, *, masked: bool) -> Extent:
     return Extent(sum(steps), sum(lanes), least_steps, least_lanes, masked)
 
 
-def cut_of(plan: Plan, steps: int, lanes: int, *, whole_time: bool, shards: bool) -> Cut:
-    """The pieces that a step makes of a full batch. `whole_time`: time is never cut; `shards`: lanes run in canonical shards."""
+def cut_of(plan: Plan, steps: int, lanes: int, *, whole_time: bool) -> Cut:
+    """The pieces that a step makes of a full batch. `whole_time`: time is never cut."""
     count = 1 if whole_time else plan.chunks(steps)
     size = steps if plan.chunk_steps is None or count == 1 else plan.chunk_steps
     times = tuple((first, min(first + size, steps)) for first in range(0, steps, size))
-    if shards:
-        held = [canonical_shards.bounds(lanes, shard) for shard in range(canonical_shards.SHARDS)]
-    else:
-        held = [Share(replica, plan.replicas).bounds(lanes) for replica in range(plan.replicas)]
+    held = [Share(replica, plan.replicas).bounds(lanes) for replica in range(plan.replicas)]
     spans = [
-        (low + first, low + end) for low, high in held if low < high for first, end in bounds(high - low, count_of(plan, high - low, lanes))
+        (low + first, low + end)
+        for low, high in held
+        if low < high
+        for first, end in bounds(high - low, min(plan.micro_batches, high - low))
     ]
     return Cut(times, tuple(spans))
 

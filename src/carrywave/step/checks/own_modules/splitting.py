@@ -56,7 +56,7 @@ ALL_SIZES = 16  # sizes of batches that are all compared
 class SplitCheck:
     """Checks the modules of one worker's stage.
 
-    `mesh`: those who split a step. `shards`: lanes run in canonical shards whatever the plan, as in reproducible runs. `any_of`: tells
+    `mesh`: those who split a step. `any_of`: tells
     whether something is so on any worker; given where workers may be at different steps, which it then reports.
     """
 
@@ -67,10 +67,9 @@ class SplitCheck:
         mesh: Mesh,
         *,
         precision: str,
-        shards: bool = False,
         any_of: Callable[[bool], bool] | None = None,
     ) -> None:
-        self.model, self.stage, self.mesh, self.precision, self.shards = model, stage, mesh, precision, shards
+        self.model, self.stage, self.mesh, self.precision = model, stage, mesh, precision
         self._any = any_of or self._gathered
         self.whole_time = isinstance(stage, OpaqueModel) or stage.lstm.bidirectional or stage.whole_head or stage.has_front
         self._seen = {training: _Seen(stage) for training in (True, False)}
@@ -131,7 +130,7 @@ class SplitCheck:
     def _extent(self, batch: Batch, *, masked: bool) -> Extent:
         """The same on all workers, whether they were given the full batch or parts of it. `masked`: it need not be found out."""
         real, cells = batch.cells
-        cut = cut_of(self.mesh.plan, batch.steps, cells // batch.steps, whole_time=self.whole_time, shards=self.shards)
+        cut = cut_of(self.mesh.plan, batch.steps, cells // batch.steps, whole_time=self.whole_time)
         masked = masked or real != cells  # also if it is not known
         if not masked and batch.part_of is None and batch.targets is not None and not batch.targets.is_cuda:
             masked = bool(is_absent(batch.targets).any())
@@ -180,7 +179,7 @@ class SplitCheck:
 
     @property
     def _cuts_lanes(self) -> bool:
-        return self.mesh.plan.replicas * self.mesh.plan.micro_batches > 1 or self.shards
+        return self.mesh.plan.replicas * self.mesh.plan.micro_batches > 1
 
     @property
     def _cuts_time(self) -> bool:
@@ -197,7 +196,6 @@ class SplitCheck:
         if axis in ("lanes", "both"):
             ways += ["train on one replica"] if plan.replicas > 1 else []
             ways += ["remove plan.micro_batches"] if plan.micro_batches > 1 else []
-            ways += ["remove train.reproducible"] if self.shards else []
         return f", or {' and '.join(ways)}" if ways else ""
 
     def _found(
@@ -212,7 +210,7 @@ class SplitCheck:
             return
         if self._splits:
             own = batch.to(self.mesh.device)
-            cut = cut_of(plan, own.steps, own.lanes.shape[0], whole_time=self.whole_time, shards=self.shards)
+            cut = cut_of(plan, own.steps, own.lanes.shape[0], whole_time=self.whole_time)
             cut = cut if own.resets is None or path == "lstm" else cut.at_resets(own.resets)
             how = Trial((True, False) if first else (training,), thorough, self.precision, bool(plan.recompute), beside)
             real = self._head_input(own, key) if path == "head" else None
@@ -320,11 +318,11 @@ class _Seen:
 
 
 def split_checks(
-    model: Model | OpaqueModel, stage: Stage | OpaqueModel, mesh: Mesh, spec: TrainSpec, agreement: Agreement, *, shards: bool
+    model: Model | OpaqueModel, stage: Stage | OpaqueModel, mesh: Mesh, spec: TrainSpec, agreement: Agreement
 ) -> tuple[SplitCheck, SplitCheck]:
     """For those who share a step and those who share an evaluation (`mesh`): one check if they are the same."""
     within = agreement.mesh
-    steps = SplitCheck(model, stage, within, precision=spec.precision, shards=shards, any_of=agreement.any_of)
+    steps = SplitCheck(model, stage, within, precision=spec.precision, any_of=agreement.any_of)
     return steps, steps if within is mesh else SplitCheck(model, stage, mesh, precision=spec.precision)
 
 

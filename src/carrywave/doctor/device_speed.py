@@ -8,16 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from carrywave.measure.rig import Rig
-from carrywave.measure.timing import Call, call_seconds, take_turns
-from carrywave.plan.cost.sample_requests import Ask
+from carrywave.train.start.machine import CallToTime
+from carrywave.train.start.timing import call_of, call_seconds
 
 ROUNDS = 9
-ROUND_SECONDS = 0.03
 PRODUCT_SIZE = {"cpu": 384, "cuda": 4096}
 STEP = {
-    "cpu": Ask("lstm", 128, 128, 16, 32, precision="fp32"),
-    "cuda": Ask("lstm", 1024, 1024, 64, 64, precision="bf16"),
+    "cpu": (CallToTime("layer", "lstm", 128, 128, 16, 32), "fp32"),
+    "cuda": (CallToTime("layer", "lstm", 1024, 1024, 64, 64), "bf16"),
 }
 
 
@@ -35,18 +33,11 @@ def time_device(device: torch.device, together: Callable[[], None]) -> DeviceSpe
     size = PRODUCT_SIZE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    rig = Rig(STEP[device.type], device)
-
-    def block(call: Call) -> Callable[[], float]:
-        call_seconds(call, 2, device)  # warm-up
-        repeats = max(1, round(ROUND_SECONDS / max(1e-6, call_seconds(call, 1, device))))
-
-        def run() -> float:
-            together()
-            return call_seconds(call, repeats, device)
-
-        return run
-
-    rounds = take_turns({"product": block(lambda: torch.mm(a, b)), "step": block(lambda: rig.run(1, None))}, ROUNDS)
-    product, step = (statistics.median(rounds[name]) for name in ("product", "step"))
-    return DeviceSpeed(product, 2 * size**3 / product, step)
+    _, step = call_of(*STEP[device.type], device)
+    calls: tuple[Callable[[], object], ...] = (lambda: torch.mm(a, b), step)
+    rounds: list[list[float]] = []
+    for _ in range(ROUNDS):
+        together()
+        rounds.append([call_seconds(call, device) for call in calls])
+    product_seconds, step_seconds = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
+    return DeviceSpeed(product_seconds, 2 * size**3 / product_seconds, step_seconds)

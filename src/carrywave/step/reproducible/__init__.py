@@ -1,1 +1,0 @@
-"""Results whose bits do not depend on the number of replicas: canonical shards and a fixed summation tree."""
