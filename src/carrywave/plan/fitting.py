@@ -44,7 +44,7 @@ def _leanest(space: Space) -> Iterator[Plan]:
 
 def _nearest(predictor: Predictor, space: Space) -> tuple[Plan, int, int]:
     """The plan that lacks the least, the stage that lacks most of it, and how much."""
-    plans = [predictor.cut(plan) for plan in _leanest(space)]
+    plans = [predictor.cut(plan, by_memory=True) for plan in _leanest(space)]
     lacks = [(plan, *predictor.lack(plan)) for plan in plans]
     return min(lacks, key=lambda each: each[2])
 

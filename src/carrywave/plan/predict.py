@@ -125,27 +125,27 @@ class Predictor:
         """True if every stage fits on its device."""
         return self.lack(plan)[1] <= 0
 
-    def cut(self, plan: Plan) -> Plan:
-        """The plan with the cuts that balance the time of its stages, each within its device's memory; if there are none that fit, with
-        those that balance memory.
+    def cut(self, plan: Plan, *, by_memory: bool = False) -> Plan:
+        """The plan with the cuts that balance the time of its stages, each within its device's memory; with `by_memory`, or if there are
+        none, with those that balance memory.
         """
-        limit = self.limit(plan)
+        units, limit = len(self.units), self.limit(plan)
 
-        each = [self._mean([case.busy(unit, unit + 1) for case in self.cases(plan)]) for unit in range(len(self.units))]
+        def num_bytes(stage: int, first: int, last: int) -> float:
+            return float(self.memory(plan, stage, first, last).total)
+
+        if by_memory:
+            return replace(plan, cuts=balanced(units, plan.stages, num_bytes))
+        each = [self._mean([case.busy(unit, unit + 1) for case in self.cases(plan)]) for unit in range(units)]
         sums = list(accumulate(each, initial=0.0))  # the overhead of tasks, which counts for each unit here, is small
 
         def seconds(stage: int, first: int, last: int) -> float:
             return sums[last] - sums[first]
 
-        def num_bytes(stage: int, first: int, last: int) -> float:
-            return float(self.memory(plan, stage, first, last).total)
-
-        cuts = balanced(len(self.units), plan.stages, seconds)
+        cuts = balanced(units, plan.stages, seconds)
         if not self.fits(replace(plan, cuts=cuts)):
-            cuts = balanced(len(self.units), plan.stages, seconds, lambda *where: num_bytes(*where) <= limit) or balanced(
-                len(self.units), plan.stages, num_bytes
-            )
-        return replace(plan, cuts=cuts)
+            cuts = balanced(units, plan.stages, seconds, lambda *where: num_bytes(*where) <= limit)
+        return replace(plan, cuts=cuts) if cuts or plan.stages == 1 else self.cut(plan, by_memory=True)
 
     def _unit_costs(self, profile: Profile, crowd: int) -> UnitCosts:
         key = id(profile), crowd

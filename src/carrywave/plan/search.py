@@ -22,7 +22,7 @@ from carrywave.plan.units import Units, unit_names
 
 GAIN_PER_DOUBLING = 0.05  # fraction of the time that doubling the devices must save to be worth it
 NEAR = 0.01  # times this near to each other count as equal
-SIMULATED = 4  # plans of each kind
+SIMULATED = 8  # plans of each kind
 TRIED = 3  # plans that real steps decide among
 _BELOW = 0.9  # an even share of all work, times this, is a lower bound: chunks can be a little faster than the whole window
 
