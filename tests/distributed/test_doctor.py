@@ -11,14 +11,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
 from _namespaces import ADDRESSES, wired
 
-from carrywave.plan.cost.profile import Profile
+from carrywave.plan.profile import Profile
+from carrywave.plan.rates import CallKind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAM = """
     import os, time
     from carrywave.doctor import examination, host, measurement, worker
-    from carrywave.measure.device_speed import DeviceSpeed
+    from carrywave.doctor.device_speed import DeviceSpeed
 
     fault = os.environ.get("FAULT", "")
     own = os.environ.get("RANK") == os.environ.get("WHO", "")
@@ -52,10 +53,11 @@ PROGRAM = """
 
     if "SMALL" in os.environ:  # few sizes, so that a profile takes seconds
         from carrywave.doctor import profile
-        from carrywave.plan.cost.sample_requests import Ask
+        from carrywave.train.start.machine import CallToTime
 
-        kinds = (("lstm", 8, 8), ("embedding", 20, 8), ("softmax", 8, 20), ("dropout", 8, 8))
-        profile.modest_grid = lambda kind, precision: [Ask(name, inputs, outputs, 4, 8) for name, inputs, outputs in kinds]
+        kinds = (("layer", "lstm", 8, 8), ("embedding", "embedding", 20, 8), ("head", "softmax", 8, 20), ("plain", "dropout", 0, 8))
+        calls = [CallToTime(*kind, 4, 8) for kind in kinds]
+        profile.usual_calls = lambda kind: [*calls, CallToTime("update", "adam", 0, 1000, 1, 1)]
 
     from carrywave.__main__ main
     main()
@@ -210,8 +212,8 @@ def test_the_planner_uses_the_profile(launch: Launch) -> None:
     assert "written to ours.json; carrywave plan --profile ours.json" in first.stdout
     found = Profile.read(launch.folder / "ours.json")
     assert (found.name, found.devices_per_host, found.within.transport) == ("ours", 2, "gloo")
-    assert {sample.workers for sample in found.samples} == {1, 2}
-    assert [reduction.workers for reduction in found.reductions] == [2] * 4
+    assert {(rate.kind, rate.workers) for rate in found.rates} == {(kind, n) for kind in get_args(CallKind) for n in (1, 2)}
+    assert found.sums is not None
     words = ["plan", "model.hidden=8", "batch.lanes=4", "batch.steps=8", "--facts", "vocabulary=20", "--profile", "ours.json"]
     command = [sys.executable, "-m", "carrywave", *words, "--devices", "2"]
     planned = subprocess.run(command, cwd=launch.folder, capture_output=True, text=True, timeout=100)

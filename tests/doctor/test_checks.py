@@ -12,6 +12,7 @@ import pytest
 from pydantic_core import to_json
 
 from carrywave.doctor import agreement, disk, gpu, host, network, worker
+from carrywave.doctor.device_speed import DeviceSpeed
 from carrywave.doctor.disk import Disk
 from carrywave.doctor.finding import Finding, merged, ranks, several, size, well
 from carrywave.doctor.gpu import Gpu
@@ -23,7 +24,6 @@ from carrywave.doctor.report import Report, lines
 from carrywave.doctor.speed import check_speeds
 from carrywave.doctor.verdicts import failed, fell_silent, of_launch, of_self_test, other_devices, stayed_away, stuck
 from carrywave.doctor.worker import Place, Worker
-from carrywave.measure.device_speed import DeviceSpeed
 from carrywave.parallel.memory.peer_access import Neighbour
 from carrywave.plan.show.text import seconds_text
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from carrywave.doctor import disk, gpu, network, profile, worker
+from carrywave.doctor import disk, gpu, network, worker
 from carrywave.doctor.disk import Disk
 from carrywave.doctor.examination import place_here
 from carrywave.doctor.host import Host
@@ -23,12 +23,8 @@ from carrywave.doctor.network import Listener, Network, Target
 from carrywave.doctor.profile import completed, name_of
 from carrywave.doctor.worker import Place
 from carrywave.errors import WorkerError
-from carrywave.measure import profiles
-from carrywave.measure.grid import modest_grid
-from carrywave.measure.profiles import empty
-from carrywave.parallel import worker_pool
-from carrywave.plan.cost.profile import Profile, Reduction
-from carrywave.plan.cost.sample_requests import LARGEST
+from carrywave.plan.profile import Profile
+from carrywave.train.start.machine import empty
 
 
 def test_a_trial_of_a_disk_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -201,45 +197,11 @@ def test_the_profile_has_the_slowest_links_that_were_measured(tmp_path: Path) ->
 
     links = [link("within a host", 2e9), link("between hosts", 1e8), link("between hosts", 9e8)]
     path = tmp_path / "ours.json"
-    found = completed(empty("cpu"), name_of(path), links, [Reduction(2, 64, 1e-3, apart=True)])
+    found = completed(empty("cpu"), name_of(path), links)
     path.write_text(found.to_json())
     again = Profile.read(path)
     assert again.name == "ours"
     assert (again.within.bytes_per_second, again.within.transport) == (2e9, "gloo")
     assert again.between is not None
     assert again.between.bytes_per_second == 1e8
-    assert again.reductions[-1].apart
-    assert completed(empty("cpu"), "x", (), ()).between == empty("cpu").between
-
-
-@pytest.mark.parametrize(
-    ("kind", "workers", "started"),
-    [
-        ("cpu", 1, [("fp32", 1, True)]),
-        ("cpu", 2, [("fp32", 1, True), ("fp32", 2, True)]),
-        ("cuda", 4, [("bf16", 1, True), ("fp32", 1, True), ("tf32", 1, True), ("fp32", 4, False)]),  # GPUs do not share caches
-    ],
-)
-def test_what_is_measured_for_a_profile(
-    kind: str, workers: int, started: list[tuple[str, int, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs: list[tuple[str, int, bool]] = []
-
-    def start(module: str, job: dict[str, Any], workers: int, **how: Any) -> list[list[dict[str, Any]]]:
-        jobs.append((job["precision"], workers, bool(job["asks"])))
-        return [[{"overheads": {"task_seconds": 1e-4}}]] * workers
-
-    monkeypatch.setattr(worker_pool, "start", start)
-    monkeypatch.setattr(profiles, "gpus", lambda: ["H200"] * workers if kind == "cuda" else [])
-    found = profile.measure(kind, workers)
-    assert jobs == started
-    assert found.devices_per_host == workers
-    assert found.overheads.task_seconds == 1e-4
-
-
-def test_a_modest_grid_takes_a_modest_time() -> None:
-    asks = modest_grid("cpu", "fp32")
-    assert {ask.kind for ask in asks} == {"lstm", "embedding", "softmax", "linear", "dropout", "norm"}
-    assert len({ask.size for ask in asks}) == len(asks)
-    assert sum(ask.work for ask in asks) < 60 * LARGEST["cpu"]
-    assert len(modest_grid("cuda", "bf16")) > len(asks)
+    assert completed(empty("cpu"), "x", ()).between == empty("cpu").between

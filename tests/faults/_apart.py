@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
-from carrywave.benchmarks.fault_runs import ledger
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import _ledger as ledger
 
 if os.environ.get("RANK", "0") != "0":
     place = Path(f"host-{os.environ['RANK']}")

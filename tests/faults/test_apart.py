@@ -13,17 +13,16 @@ from pathlib import Path
 
 import pytest
 
+import _disturbed_run as disturbed_run
 import carrywave
-from carrywave.benchmarks import faults
-from carrywave.benchmarks.fault_runs import disturbed_run
-from carrywave.benchmarks.fault_runs.disturbed_run import SPEC, RunSetup
+from _disturbed_run import SPEC, RunSetup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 APART = (str(Path(__file__).with_name("_apart.py")),)
 
 
-@pytest.mark.parametrize(("case", "kills"), [(faults.REPLICAS, 6), (faults.STAGES, 6)], ids=["replicas", "stages"])
+@pytest.mark.parametrize(("case", "kills"), [(disturbed_run.REPLICAS, 6), (disturbed_run.STAGES, 6)], ids=["replicas", "stages"])
 def test_kills_without_a_shared_folder_do_not_change_the_answer(case: RunSetup, kills: int, tmp_path: Path) -> None:
     case = replace(case, steps=100)
     disturbed_run.write_data(tmp_path)

@@ -9,7 +9,7 @@ from torch import nn
 from carrywave.errors import SpecError, UserError
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.scoring import IGNORED
-from carrywave.plan.cost.units import Units
+from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 

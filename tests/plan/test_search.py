@@ -167,7 +167,7 @@ def test_a_plan_that_is_asked_for_is_compared_with_the_choice() -> None:
     [
         (Plan(), "1 device"),
         (Plan(4), "4 replicas"),
-        (Plan(2, 2, (2,), 8, 2, True, share_head=True), "2 replicas x 2 stages, chunks of 8 steps, 2 micro-batches, recompute, shared head"),
+        (Plan(2, 2, (2,), 8, 1, True, share_head=True), "2 replicas x 2 stages, chunks of 8 steps, recompute, shared head"),
         (Plan(1, 1, (), 128, recompute="twice"), "1 device, chunks of 128 steps, recompute twice"),
     ],
 )

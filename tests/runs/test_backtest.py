@@ -18,7 +18,8 @@ from carrywave.cli.main import app
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, UserError
-from carrywave.runs.backtest import picture, rolled
+from carrywave.report.backtest_picture import picture
+from carrywave.runs.backtest import rolled
 from carrywave.runs.backtest.origins import Rolling, at_origin, cut, long_enough
 from carrywave.runs.backtest.rolled import Rolled
 from carrywave.runs.backtest.scores import scores
@@ -280,13 +281,13 @@ def test_a_picture_is_xml_in_which_names_are_text() -> None:
     forecasts = [
         Rolled(n, k, 12 + k, *(draw.normal(size=s) for s in ((3, 2, 2), (3, 2), (3, 2), 2, 2, 2))) for n in range(6) for k in range(2)
     ]
-    text = picture.draw(data, forecasts, ["0", "1"], (0.1, 0.9), "a & b <i>")
+    text = picture(data, forecasts, ["0", "1"], (0.1, 0.9), "a & b <i>")
     root = ElementTree.fromstring(text)
     found = [element.tag.rpartition("}")[2] for element in root.iter()]
     assert "script" not in found
     assert (found.count("polygon"), "a & b <i> (the first 8 of 12)" in "".join(root.itertext())) == (8 * 2, True)
     flat = [Rolled(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1), np.ones(1))]
-    assert "nan" not in picture.draw(from_matrices([np.ones((8, 1))], "flat"), flat, ["0"], None, "flat")
+    assert "nan" not in picture(from_matrices([np.ones((8, 1))], "flat"), flat, ["0"], None, "flat")
 
 
 def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

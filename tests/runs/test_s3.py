@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
+import _disturbed_run as disturbed_run
 import carrywave
-from carrywave.benchmarks.fault_runs import disturbed_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

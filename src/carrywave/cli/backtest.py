@@ -90,14 +90,15 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _report(result: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
-    from carrywave.runs.backtest import picture, rolled
+    from carrywave.report.backtest_picture import picture
+    from carrywave.runs.backtest import rolled
     from carrywave.runs.rows.row_writer import writing
 
     with writing(csv_file, ".csv") as writer:
         writer.add(rolled.rows_of(result.table, result.forecasts, result.columns, result.quantiles))
     rolling = result.rolling
     title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {result.table.name}"
-    output_file.write(svg_file, picture.draw(result.table, result.forecasts, result.columns, result.quantiles, title))
+    output_file.write(svg_file, picture(result.table, result.forecasts, result.columns, result.quantiles, title))
     write_rows(json_file, result.scores)
     console = wide_console()
     for title, by in (("all forecasts", ()), ("by column", ("column",)), ("by origin", ("origin",)), ("by step ahead", ("step",))):
