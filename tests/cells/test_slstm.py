@@ -141,7 +141,7 @@ def test_the_planner_counts_what_runs_step_by_step() -> None:
         UnitCosts(Units.of(parse({"model": sizes | more, "train": {"precision": "bf16"}}), facts), profile, 1)(1, 32, 32).all
         for more in ({}, {"zoneout": 0.1}, {"heads": 4}, {"heads": 16}, {"cell_norm": True})
     ]
-    assert halves[0] == halves[1] == halves[2]  # the persistent kernels run them, but no heads of 32 units, and no norms
+    assert halves[2] <= halves[0] == halves[1]  # the persistent kernels run them, but no heads of 32 units, and no norms
     assert min(halves[3:]) > halves[0]
     assert normed.units[1].kept > noisy.units[1].kept > plain.units[1].kept
 

@@ -86,7 +86,7 @@ class Rate:
 
     kind: CallKind
     precision: Precision
-    call_seconds: Constant
+    call_seconds: Constant = 0.0
     step_seconds: Constant = 0.0
     weight_seconds: Constant = 0.0  # for each recurrent weight at each step
     matrix_seconds: Constant = 0.0  # for each weight, once: its gradient is written
