@@ -25,7 +25,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "doctor": (
         ("carrywave doctor", "this machine: versions, devices, disks, links"),
         ("carrywave doctor --devices 4 --json report.json", "with four workers, and a report for programs"),
-        ("carrywave doctor --profile machine.json", "also measure a profile to plan with"),
     ),
     "launch": (
         ("carrywave launch --to slurm words.yaml --nodes 2 --devices 8 -o words.sbatch", "a batch script for two nodes of eight GPUs"),

@@ -1,6 +1,7 @@
 """The profile of this machine: its hardware, and constants fitted to calls that its workers time at the same moment, as in training.
 
 Torch-free: a command that only plans has worker processes do the timing, and a run has its own workers do it (`timing`).
+`python -m carrywave.train.start.machine FILE` writes a profile that serves all models, for `carrywave plan --profile FILE` elsewhere.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -31,6 +33,7 @@ BETWEEN = "ethernet-10g"  # the link between hosts, which is not measured: publi
 SHARES = (1, 4)  # parts of the window that are timed, and with several workers of the lanes
 LARGEST = {"cpu": 3e8, "cuda": 3e11}  # multiplications in a timed call: larger ones are timed on fewer steps
 UPDATED = {"cpu": (100_000, 2_000_000), "cuda": (100_000, 10_000_000)}  # parameters of updates that are timed
+PRECISIONS = {"cpu": ("fp32",), "cuda": ("bf16", "fp32", "tf32")}  # of a profile for all models
 _UNITS: tuple[tuple[CallKind, str, int, int], ...] = (
     ("layer", "lstm", 128, 128),
     ("layer", "lstm", 512, 512),
@@ -91,7 +94,7 @@ def usual_calls(kind: str) -> list[CallToTime]:
 
 def job_of(calls: Iterable[CallToTime], precision: str, kind: str) -> Row:
     """What workers are told to time."""
-    return {"device": kind, "precision": precision, "calls": [asdict(call.lighter(LARGEST[kind])) for call in calls]}
+    return {"precision": precision, "calls": [asdict(call.lighter(LARGEST[kind])) for call in calls]}
 
 
 def profile_for(units: Units, *, device: str, devices: int, note: Callable[[str], None] = lambda text: None) -> Profile:
@@ -105,13 +108,27 @@ def profile_for(units: Units, *, device: str, devices: int, note: Callable[[str]
     profile = empty(kind)
     for workers in sorted({1, most}):
         note(f"measuring this machine with {workers} worker{'s' * (workers > 1)}")
-        job = job_of(calls_of(units, workers), units.precision, kind)
-        try:
-            rows = worker_pool.start("carrywave.train.start.timing", job, workers, threads=threads(workers), name="the measurement")
-        except RunError as error:
-            raise PlanError(f"{error}; set plan.replicas and plan.stages, or CARRYWAVE_PROFILE") from None
-        profile = extended(profile, rows, units.precision)
+        profile = _measured(profile, calls_of(units, workers), units.precision, kind, workers)
     return profile
+
+
+def _measured(profile: Profile, calls: Iterable[CallToTime], precision: str, kind: str, workers: int) -> Profile:
+    job = {**job_of(calls, precision, kind), "device": kind}
+    try:
+        rows = worker_pool.start("carrywave.train.start.timing", job, workers, threads=threads(workers), name="the measurement")
+    except RunError as error:
+        raise PlanError(f"{error}; set plan.replicas and plan.stages, or CARRYWAVE_PROFILE") from None
+    return extended(profile, rows, precision)
+
+
+def write_profile(path: Path) -> None:
+    """Measure this machine for all models, with one worker and with one for each device, and write its profile."""
+    kind = "cuda" if gpus() else "cpu"
+    profile = replace(empty(kind), name=path.stem)
+    for precision in PRECISIONS[kind]:
+        for workers in sorted({1, profile.devices_per_host}):
+            profile = _measured(profile, usual_calls(kind), precision, kind, workers)
+    profile.write(path)
 
 
 def extended(profile: Profile, rows: Sequence[Sequence[Row]], precision: str) -> Profile:
@@ -178,3 +195,7 @@ def _processor() -> str:
             if line.startswith(("model name", "CPU part")):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+if __name__ == "__main__":
+    write_profile(Path(sys.argv[1]))
