@@ -44,7 +44,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "export": (
         ("carrywave export runs/words --to safetensors -o words", "weights under the names of torch.nn.LSTM"),
-        ("carrywave export runs/words --to onnx --stateful --int8 -o models/words", "for a server: the carry goes in and comes out"),
+        ("carrywave export runs/words --to onnx --stateful -o models/words", "for a server: the carry goes in and comes out"),
         ("carrywave export runs/words --to torch", "a program of torch.export"),
         ("carrywave export runs/words --to c", "one C file: the weights and a function for a step"),
     ),

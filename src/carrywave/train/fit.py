@@ -48,7 +48,6 @@ from carrywave.spec.defaults import AUTO, fitted, with_kept_weights, with_precis
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss, in_model_dtype
-from carrywave.step.checks.own_modules.model_watch import ModelWatch
 from carrywave.step.precision import not_made_for_bf16, parameter_dtype, settled
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Task
@@ -298,7 +297,7 @@ def _train(
                 state,
                 checkpointer,
                 compare=Comparison(trainer, planned.prediction, watch.say) if trainer.sync is None else None,
-                callbacks=Callbacks(callbacks, world, None if user_model is None else ModelWatch(trainer.model, trainer.modes)),
+                callbacks=Callbacks(callbacks, world),
             )
         if loop.trains:
             # The files of a finished run describe what was trained, so they stay as they are.
