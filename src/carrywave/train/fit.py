@@ -45,6 +45,7 @@ from carrywave.runs.tracking.tracking import Tracking, check_installed
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Silent, Watcher
 from carrywave.spec.defaults import AUTO, fitted, with_kept_weights, with_precision
+from carrywave.spec.idle_keys import idle
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss, in_model_dtype
@@ -63,7 +64,7 @@ from carrywave.train.result import Result
 from carrywave.train.start.initial_model import Own, begin_from, drawn_model, own_model
 from carrywave.train.start.linear_start import linear_part
 from carrywave.train.start.planning import PlanRequest, check_workers, plan_run
-from carrywave.train.start.run_start import Start, begin, check_idle, noted, prepare_in_turn, spec_of_call, with_whole_spans
+from carrywave.train.start.run_start import Start, begin, noted, prepare_in_turn, spec_of_call, with_whole_spans
 from carrywave.train.start.timing import step_seconds
 
 
@@ -220,6 +221,8 @@ def _train(
     callbacks: Sequence[Callback] = (),
     loss: Loss | None = None,
 ) -> Result:
+    for line in idle(start.spec, valid=prepared.valid is not None):
+        start.watch.say(line)
     spec = with_kept_weights(start.spec, None if prepared.valid is None else prepared.valid.counted)
     spec, why_crf = with_whole_spans(spec, prepared)
     spec, world, watch, folder = fitted(spec, prepared.facts), start.world, start.watch, start.folder
@@ -228,8 +231,6 @@ def _train(
     linear = None if user_model is not None or dry_run else linear_part(spec, prepared, world, goes_on, watch.say)
     with raise_on_all(world):
         check_installed(spec.train.track if world.rank == 0 else ())
-        if start.snapshot is None:
-            check_idle(spec, prepared, user_model=user_model is not None)
         built = None if user_model is None else own_model(user_model, spec, prepared.facts, loss)
         if built is not None:
             spec = spec.model_copy(update={"train": in_model_dtype(spec.train, built)})

@@ -6,14 +6,12 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
 from carrywave.errors import SpecError
-from carrywave.spec.describe import keys as described
-from carrywave.spec.load import idle_in, set_overrides, with_overrides
+from carrywave.spec.load import with_overrides
 from carrywave.spec.spec import Spec
 from carrywave.spec.yaml_text import NUMBER, parse_yaml
 
@@ -144,25 +142,10 @@ def overrides_of(keys: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
-def words_of(base: Mapping[str, Any], keys: Mapping[str, Any]) -> list[str]:
-    """A trial as `key=value`: its values, and the defaults of keys of the base spec that act on nothing beside them."""
-    words = overrides_of(keys)
-    return words + [f"{key}={described()[key].default}" for key in _idle_beside(base, keys)]
-
-
-def _idle_beside(base: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, str]:
-    """The keys of the base spec that act on nothing in a trial with these values, and why."""
-    found = idle_in(set_overrides(_copied(base), overrides_of(keys)))
-    return {key: why for key, why in found.items() if key not in keys}
-
-
 def check_space(base: Mapping[str, Any], space: Space) -> None:
-    """Refuse, before anything is trained, unknown keys, values that the spec never accepts, keys of the base spec that act in no trial, and
-    keys that change what is measured.
-    """
+    """Refuse, before anything is trained, unknown keys, values that the spec never accepts, and keys that change what is measured."""
     if not space:
         raise SpecError("nothing is searched; name keys with choices or a range, as in model.hidden=64,128 train.lr=1e-4..1e-2")
-    _check_base(base, space)
     for key, values in space.items():
         for value in values.samples:
             spec = _accepted(base, space, key, value)
@@ -172,20 +155,6 @@ def check_space(base: Mapping[str, Any], space: Space) -> None:
             raise SpecError("train.seed also picks what is held out of train, so trials could not be compared; set data.valid")
         if key in stays:
             raise SpecError(f"{key} changes what {measure} measures, so trials could not be compared; search over other keys")
-
-
-def _check_base(base: Mapping[str, Any], space: Space) -> None:
-    """Refuse a key of the base spec that acts on nothing, whatever is tried."""
-    idle: dict[str, str] | None = None
-    for some in islice(product(*(values.samples for values in space.values())), MOST_COMBINATIONS):
-        with suppress(SpecError):  # told of later
-            found = _idle_beside(base, dict(zip(space, some, strict=True)))
-            idle = found if idle is None else {key: why for key, why in idle.items() if key in found}
-        if idle == {}:
-            return
-    if idle:
-        key, why = next(iter(idle.items()))
-        raise SpecError(f"{key} {why}")
 
 
 def _accepted(base: Mapping[str, Any], space: Space, key: str, value: Any) -> Spec:
@@ -204,7 +173,7 @@ def _accepted(base: Mapping[str, Any], space: Space, key: str, value: Any) -> Sp
 
 def spec_with(base: Mapping[str, Any], keys: Mapping[str, Any]) -> Spec:
     """The spec of a trial."""
-    return with_overrides(_copied(base), words_of(base, keys))
+    return with_overrides(_copied(base), overrides_of(keys))
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

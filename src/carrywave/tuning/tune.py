@@ -28,7 +28,7 @@ from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import HIGHER, score
 from carrywave.spec.yaml_text import dump_yaml
 from carrywave.tuning.child_runs import ChildRun, Job, Why, evaluations, holding, options_of, places_for, run_jobs
-from carrywave.tuning.search_space import Space, check_space, overrides_of, space_from, spec_with, words_of
+from carrywave.tuning.search_space import Space, check_space, overrides_of, space_from, spec_with
 from carrywave.tuning.study import Journal, Search, Trial, library
 
 BASE, JOURNAL, BEST, PAGE, TRIAL = "tune.yaml", "tune.jsonl", "best.yaml", "tune.html", "trial.json"
@@ -210,7 +210,7 @@ class _Going:
         except SpecError as error:
             self._over(replace(trial, state="failed", why=str(error)))
             return self.next_job()
-        words = (str(self.folder / BASE), *words_of(self.base, trial.keys), *options_of(self.how.device, self.how.devices))
+        words = (str(self.folder / BASE), *overrides_of(trial.keys), *options_of(self.how.device, self.how.devices))
         return Job(self.folder / f"trial-{number}", words)
 
     def look(self, child: ChildRun) -> bool:

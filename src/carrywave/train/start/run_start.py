@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from carrywave.data.files.remote import is_address
 from carrywave.data.order import Order, SequenceOrder
 from carrywave.data.prepare import Prepared, digests_of, prepare
 from carrywave.data.text.tag_scheme import check_sequences
-from carrywave.errors import DataError, SpecError
+from carrywave.errors import DataError
 from carrywave.launch import exit_reports, launch_record
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
@@ -33,7 +32,6 @@ from carrywave.runs.run import Run
 from carrywave.runs.run_source import given_codec, given_reading, open_folder, read_alike, refuse_python
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.defaults import AUTO, with_keys, with_spans
-from carrywave.spec.idle_keys import idle_beside_own, idle_in_files, idle_with
 from carrywave.spec.load import parse, read_values
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import doubts
@@ -135,22 +133,6 @@ def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
     assert prepared is not None  # in the second turn every remaining worker reads
     digests = digests_of(start.spec) if world.rank == 0 else {}
     return prepared, {key.removeprefix("data."): digest for key, (_, digest) in digests.items()}
-
-
-def check_idle(spec: Spec, prepared: Prepared, *, user_model: bool) -> None:
-    """Refuse keys that act on nothing with this data, or beside the user's own model."""
-    text = prepared.codec.field == "text" or (prepared.codec.kind == spec.data.tokens == "word")
-    valid, by_change = prepared.valid is not None, prepared.codec.scale_season > 0
-    problem = next(
-        chain(
-            idle_in_files(spec, prepared.formats),
-            idle_with(spec, prepared.facts, text=text, valid=valid, by_change=by_change),
-            idle_beside_own(spec) if user_model else (),
-        ),
-        None,
-    )
-    if problem is not None:
-        raise SpecError(problem)
 
 
 def with_whole_spans(spec: Spec, prepared: Prepared) -> tuple[Spec, str | None]:
