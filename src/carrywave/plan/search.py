@@ -77,8 +77,8 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False) -> PlanChoi
 
 
 def _to_try(predictor: Predictor, best: Plan, plans: Sequence[Plan], steps: int) -> tuple[Plan, ...]:
-    """The best plan of each kind, then one with a quarter of the chunks and whole lanes, which depends less on how long messages take and on
-    how well workers work side by side; then the next best.
+    """The best plan of each kind, then one with a quarter of the chunks and whole lanes, which depends less on how long messages take and
+    on how well workers work side by side; then the next best.
     """
     alike = [plan for plan in plans if plan.workers == best.workers]
     firsts = [plan for at, plan in enumerate(alike) if _kind(plan) not in map(_kind, alike[:at])]
