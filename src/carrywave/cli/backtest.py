@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, note, place_of, spec_and_overrides, wide_console, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, note, spec_and_overrides, wide_console, write_rows
 from carrywave.cli.workers import FewDevicesOption, start_workers
-from carrywave.data.files.remote import is_address
 from carrywave.errors import UserError
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
 from carrywave.parallel.startup.launcher_env import is_first
@@ -61,17 +60,15 @@ def backtest(
     spec = None if trained is not None else load(*spec_and_overrides(words))
     for path in (file, svg, json_file):
         output_file.check(path)
-    if trained is not None and is_address(trained) and (file is None or svg is None):
-        raise UserError(f"{trained} is in an object store, where a backtest writes nothing; say where with -o FILE.csv --svg FILE.svg")
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.train import backtest as backtesting
 
     request = backtesting.Request(horizon, stride, origins)
     if trained is not None and not retrain:
-        result = backtesting.backtest_run(place_of(trained), data, request, device.value, note)
+        result = backtesting.backtest_run(Path(trained), data, request, device.value, note)
     else:
-        spec = spec or backtesting.spec_of_run(place_of(str(trained)))
+        spec = spec or backtesting.spec_of_run(Path(str(trained)))
         how: dict[str, Any] = {"retrain": retrain, "run": run, "resume": resume, "device": device.value, "note": note}
         with watcher_for(Console()) if is_first() else nullcontext(Silent()) as watch:
             result = backtesting.backtest_spec(spec, data, request, watch=watch, **how)
@@ -85,7 +82,7 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The trained run among the words, if one is named, and the overrides."""
     path, overrides = spec_and_overrides(list(words))
     named = next((word for word in words if "=" not in word), None)
-    is_run = named is not None and path is not None and (path.is_dir() or is_address(named))
+    is_run = named is not None and path is not None and path.is_dir()
     return (named if is_run else None), overrides
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, file_of, note, numbers_of, place_of, runs_and_data, show, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, file_of, note, numbers_of, runs_and_data, show, write_rows
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.errors import UserError
 from carrywave.parallel.startup.launcher_env import is_first
@@ -52,7 +53,7 @@ def evaluate(
         from carrywave.runs.trained_run import evaluate_run
         from carrywave.tasks.baselines import beside, verdicts
 
-    places = [place_of(run) for run in runs]
+    places = [Path(run) for run in runs]
     with data_on_all(data, places[0], device.value) as kept_input:
         source = kept_input if data == "-" else None if data is None else file_of(data)
         row = evaluate_run(places, source, device.value, top_k=tops, confusion=confusion, note=note, by=by or ())

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import RunArgument, file_of, note, place_of
+from carrywave.cli.options import RunArgument, file_of, note
 from carrywave.errors import PlanError
 from carrywave.parallel.startup.launcher_env import launched
 
@@ -55,7 +55,7 @@ def export(
         from carrywave.exporting.run_export import export_run
 
     source = None if data is None else file_of(data)
-    exported = export_run(place_of(run), to.value, output, stateful=stateful, step=step, int8=int8, data=source, note=note)
+    exported = export_run(Path(run), to.value, output, stateful=stateful, step=step, int8=int8, data=source, note=note)
     typer.echo(f"wrote {exported.folder}: {', '.join(exported.files)}")
     if exported.difference is not None:
         typer.echo(f"largest difference from the model: {exported.difference:.1e}")

@@ -137,7 +137,7 @@ def plain_warnings() -> None:
 
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto uses CUDA if available.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its address in an object store.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON.")]
 
 
@@ -174,11 +174,6 @@ def as_utf8(option: str, text: str) -> str:
     except UnicodeError:
         fact = f"{option} is not UTF-8 text, nor text in the locale's encoding ({sys.getfilesystemencoding()})"
         raise UserError(f"{fact}; write it in UTF-8, or set LC_ALL to the locale it is written in") from None
-
-
-def place_of(run: str) -> Path | str:
-    """A run as the other modules take it: an address is text, which a path would not keep as it is."""
-    return run if is_address(run) else Path(run)
 
 
 def runs_and_data(words: Sequence[str], *, only_files: bool = False) -> tuple[list[str], str | None]:

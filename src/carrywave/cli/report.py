@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.options import Device, note
-from carrywave.data.files.remote import is_address
 from carrywave.errors import UserError
 from carrywave.report.sample_kinds import Samples
 from carrywave.runs import output_file
@@ -19,7 +18,7 @@ MOST_BYTES = 1_000_000
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or their addresses in an object store.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders.")],
     file: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Output file. Default: report.html in the run folder; of several runs, here."),
@@ -38,10 +37,8 @@ def report(
         raise UserError("--live serves the page and writes no file; use --live or -o")
     if port and not live:
         raise UserError("--port is for --live; add --live, or remove it")
-    if live and (remote := [run for run in runs if is_address(run)]):
-        raise UserError(f"{remote[0]} is in an object store, but --live follows folders of this machine; remove --live")
-    folders = [(_folder(run), run) for run in runs]
-    target = file or (folders[0][0] if len(runs) == 1 and not is_address(runs[0]) else Path()) / PAGE
+    folders = [(Path(run), run) for run in runs]
+    target = file or (folders[0][0] if len(runs) == 1 else Path()) / PAGE
     records = [read_run(folder, name) for folder, name in folders]
     if not live:
         output_file.check(target)
@@ -66,13 +63,3 @@ def _samples(folder: Path, device: str) -> Samples:
     from carrywave.report.samples import samples_of
 
     return samples_of(folder, device)
-
-
-def _folder(run: str) -> Path:
-    """The folder of a run; a run in an object store is copied to this host."""
-    if not is_address(run):
-        return Path(run)
-    from carrywave.report.record import LOGS
-    from carrywave.runs.remote_run import folder_of
-
-    return folder_of(run, also=LOGS)

@@ -194,8 +194,8 @@ def _cost_of_int8(saved: Saved, portable: Portable, part: Part, most: float) -> 
 
 
 def _name(saved: Saved) -> str:
-    """The name of a run: the last part of its path, or of its address in an object store."""
-    return saved.run.path.resolve().name if saved.run.remote is None else saved.run.remote.address.rstrip("/").rpartition("/")[2]
+    """The name of a run: the last part of its path."""
+    return saved.run.path.resolve().name
 
 
 def _free(folder: Path) -> Path:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +99,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
         _rows(folder / TIMING),
         _rows(folder / HISTORY),
         _object(folder / TIMELINE),
-        _is_trained(folder),
+        owner.beats(folder),
     )
 
 
@@ -134,19 +133,6 @@ def _spec_of(text: str) -> Mapping[str, Any]:
     except UserError:
         return {}
     return spec if isinstance(spec, dict) else {}
-
-
-def _is_trained(folder: Path) -> bool:
-    """True if the recorded owner is still running; on another host, if its heartbeat is recent."""
-    recorded = owner.read(folder)
-    if recorded is None:
-        return False
-    gone = owner.is_gone(recorded, owner.this_process())
-    try:
-        beat = (folder / owner.FILE).stat().st_mtime
-    except OSError:
-        return False
-    return time.time() - beat < owner.SILENT_SECONDS if gone is None else not gone
 
 
 def _object(path: Path) -> Mapping[str, Any]:

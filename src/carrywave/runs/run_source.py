@@ -12,10 +12,9 @@ from carrywave.data.files import cache
 from carrywave.data.files.remote import fetch, is_address
 from carrywave.errors import DataError, RunError, SpecError, option
 from carrywave.launch import launch_record
-from carrywave.runs.checkpoint import atomic_files, own_weights
+from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of
 from carrywave.runs.checkpoint.snapshot import Stored, open_stored
-from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.load import load_own, parse
@@ -91,11 +90,9 @@ def refuse_python(spec: Spec, folder: Run) -> None:
 
 def weights_file(init: str) -> Path:
     """The file of the weights that a run starts from: another run's, or the file itself."""
-    is_file = is_address(init) and init.endswith(".safetensors")
-    path = fetch(init, cache.folder(None)) if is_file else folder_of(init)
+    path = fetch(init, cache.folder(None)) if is_address(init) else Path(init)
     if path.is_dir():
         path = Run.open(path).weights
-        own_weights.check(path)
     if not path.is_file():
         raise RunError(f"{option('init', init)}: run or weights file not found; pass a run folder or a .safetensors file")
     return path

@@ -42,10 +42,9 @@ def summarize(
     units: Units | None = None,
     transports: Transports | None = None,
     seated: Sequence[Seat] = (),
-    kept: str = "",
 ) -> str:
     """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `transports` is how
-    workers reach each other, and `seated` where they sit; nothing if they do not exist. `kept` says where several workers keep the run.
+    workers reach each other, and `seated` where they sit; nothing if they do not exist.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     widest = _longest(order)
@@ -64,8 +63,6 @@ def summarize(
     if len({seat.host for seat in seated}) > 1:
         named = describe(seated)
         lines += [f"hosts     {named[0]}", *(f"          {line}" for line in named[1:])]
-    if kept:
-        lines.append(f"folder    {kept}")
     if spec.train.sync != "step":
         lines.append(f"sync      {_sync(spec.train, plan)}")
     names = backends(spec, model, plan, order, device)

@@ -28,12 +28,10 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import World, join, leave, raise_on_all
 from carrywave.plan.plan import Plan, resolve
-from carrywave.runs.checkpoint import own_weights
 from carrywave.runs.checkpoint.atomic_files import read_tensors
 from carrywave.runs.checkpoint.snapshot import open_stored, weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.evaluation import Details, evaluate
-from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.runs.run_place import BANDS, LINEAR
 from carrywave.spec.facts import DataFacts
@@ -78,7 +76,7 @@ def open_run(
     With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas. Of a run whose task
     is `whole_for`, or with `whole`, every worker is a replica. `loss` is that of a module in one piece which has none of its own.
     """
-    run = Run.open(folder_of(path))
+    run = Run.open(Path(path))
     spec = load_own(run.path / "spec.yaml")
     codec = codec_of(run, spec)
     facts, scale, own_model, given_codec = facts_of(run, codec)
@@ -102,7 +100,6 @@ def open_run(
         model = model if isinstance(model, Model) else OpaqueModel(model, loss, pooled=spec.pooled)
         plan = _plan_for(plan_spec, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
     mesh = Mesh(world, plan)
-    own_weights.check(run.weights)
     if model is None:
         # The file of pretrained embeddings was needed only at the start; the weights hold what became of them.
         bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)

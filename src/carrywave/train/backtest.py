@@ -19,7 +19,6 @@ from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
 from carrywave.runs.backtest.origins import Origins, Rolling, at_origin, long_enough
 from carrywave.runs.backtest.rolled import Rolled, forecast
 from carrywave.runs.backtest.scores import Score, scores
-from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.runs.trained_run import Saved, check_bands, codec_of, files_of, open_run
 from carrywave.runs.watcher import Watcher
@@ -153,7 +152,7 @@ def backtest_spec(
 
 def spec_of_run(path: Path | str) -> Spec:
     """The spec of a run that is to be trained anew."""
-    run = Run.open(folder_of(path))
+    run = Run.open(Path(path))
     spec = load_own(run.path / "spec.yaml")
     codec_of(run, spec)
     return spec

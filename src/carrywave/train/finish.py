@@ -16,7 +16,6 @@ from carrywave.model.parameter_placement import fill
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import raise_on_all
 from carrywave.runs import history
-from carrywave.runs.checkpoint import own_weights
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
 from carrywave.runs.watcher import Watcher
 from carrywave.step.sync.pushing import Pushing
@@ -64,7 +63,7 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
     judged_by = loop.spec.train.best
     last = loop.spec.train.weights == "last"
     best = "" if at.best is None else "last " if last else "best " if judged_by == "loss" else f"best by {judged_by}: "
-    watch.end(f"{loop.folder.shown}: {steps}{stopped}{f'; {best}{scores}' if scores else ''}")
+    watch.end(f"{loop.folder.path}: {steps}{stopped}{f'; {best}{scores}' if scores else ''}")
     return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
 
 
@@ -81,7 +80,6 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     best: dict[str, Tensor] = {}
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
-            own_weights.check(loop.folder.weights)
             best = read_weights(trainer.model, loop.folder.weights)
     held, names = trainer.parameters(), tensors_of(trainer.model).keys()
     best = broadcast(world, best, None if restore else lambda name, tensor: tensor if name in held else None)

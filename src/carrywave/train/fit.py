@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from carrywave import __version__, heap
-from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared
 from carrywave.data.python_inputs import from_python, naming
 from carrywave.errors import PlanError, UserError, unwinding
@@ -36,11 +35,10 @@ from carrywave.runs import history
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.display import watcher_of_call
 from carrywave.runs.evaluation import order_for
-from carrywave.runs.run import METRICS, Run
+from carrywave.runs.run import Run
 from carrywave.runs.run_place import TIMING
 from carrywave.runs.summary import backends, summarize, transports_of_run
-from carrywave.runs.tracking.tracker import Description
-from carrywave.runs.tracking.tracking import Tracking, check_installed
+from carrywave.runs.tracking import Tracking, check_installed
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Silent, Watcher
 from carrywave.spec.defaults import AUTO, fitted, with_kept_weights, with_precision
@@ -69,7 +67,7 @@ from carrywave.train.start.run_start import Start, begin, check_idle, noted, pre
 def train(
     spec: Spec,
     *,
-    run: Path | str | None = None,
+    run: Path | None = None,
     resume: bool = False,
     init: str | None = None,
     device: str = "auto",
@@ -160,7 +158,7 @@ def fit(
             raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
         seen = nullcontext(Silent()) if world.rank else watcher_of_call(progress) if watch is None else nullcontext(watch)
         with _left_at_the_end(world), seen as watching:
-            place = run if run is None or is_address(run) else Path(run)
+            place = None if run is None else Path(run)
             weights = None if init is None else str(init)
             start = begin(full_spec, world, place, resume, weights, watching, from_files=False)
             with start.folder:
@@ -262,9 +260,8 @@ def _train(
     if start.init is not None:
         begin_from(start.init, model, world)
     transports = None if mesh is None else transports_of_run(mesh, model, spec)
-    kept = start.visibility.line(folder.path, world.size)
     seated = [] if mesh is None else mesh.seats()
-    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, transports, seated, kept))
+    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, transports, seated))
     chosen = [why for why in (why_precision, why_crf) if why is not None]
     for line in (*chosen, *noted(spec, order, model, planned.reasons, prepared, parts)):
         watch.say(line)
@@ -275,13 +272,15 @@ def _train(
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, OpaqueModel))
             data = Data(prepared.fingerprint, files)
-            checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.visibility)
+            checkpointer = Checkpointer(spec, trainer, folder, data, watch)
+            if world.rank == 0:
+                folder.tracking = Tracking.of(spec, folder.path, watch.say)
         state = LoopState.start(trainer.device)
         left = history.last_trace(folder.path / TIMING) if world.rank == 0 else None
         if start.snapshot is not None:
             state = checkpointer.restore(start.snapshot)
             state.extend(spec.train)
-            checkpointer.mend_weights(state, start.snapshot)
+            checkpointer.restore_weights(state, start.snapshot)
             resuming = f"resuming from step {state.step} (epoch {state.epoch + 1})"
             watch.say(resuming if state.trains(spec.train) else state.over(spec.train))
         with raise_on_all(world):
@@ -313,25 +312,17 @@ def _train(
                     folder.expect_snapshot(start.init)
                 folder.write_spec(spec)  # last: a folder without it has no run yet, however the process ended
                 folder.write_history(_started(state.step, left, trainer))
-            with raise_on_all(world, same_message=True, no_timeout=True):
-                folder.upload()
         elif history.unended(folder.path):
             with raise_on_all(world):
                 folder.write_history(_started(state.step, left, trainer))
         checkpointer.writer.meet()
         no_files = user_model is not None or spec.data.train is None
         workers_too = f" --devices {world.size}" if world.size > 1 else ""
-        by_command = f"carrywave train --resume --run {folder.shown}{workers_too}"
-        again_with = f"cw.fit(..., run={folder.shown!r}, resume=True)" if no_files else by_command
-        trackers = spec.train.track if world.rank == 0 else ()
-        folder.tracking = Tracking.of(trackers, Description.of(folder.path, spec), folder.path / METRICS, watch.say)
-        with checkpointer.watched(), folder.tracking as tracking:
+        by_command = f"carrywave train --resume --run {folder.path}{workers_too}"
+        again_with = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else by_command
+        with checkpointer.watched(), folder.tracking or Tracking({}, watch.say) as tracking:
             result = run_to_end(loop, watch, again_with, restore=restore)
             tracking.how = "stopped" if result.ending in ASKED else "finished"
-            with raise_on_all(world, same_message=True, no_timeout=True):
-                if folder.remote is not None:
-                    folder.close()  # the events of TensorBoard are complete then
-                    folder.upload()
             return result
 
 

@@ -115,7 +115,7 @@ class Forecaster:
         >>> cw.Forecaster.load("runs/wave").horizon
         2
         """
-        opened = Run.open(Path(run), events=False)
+        opened = Run.open(Path(run))
         spec = load_own(opened.path / "spec.yaml")
         if spec.task != "forecasting":
             raise RunError(f"{run} is a {spec.task} model, not a forecaster; use cw.predict")

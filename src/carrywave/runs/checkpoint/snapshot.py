@@ -152,7 +152,7 @@ def publish(draft: Path, name: str, manifest: Manifest, keep: int, *, best: bool
     return target
 
 
-def mend_best(stored: Stored) -> None:
+def restore_best(stored: Stored) -> None:
     """Point `best` to the snapshot that a run resumes from, if that is the best one: a crash may have come before it was written."""
     folder = stored.folder.parent
     at = stored.meta["progress"]
@@ -173,6 +173,14 @@ def snapshot_of_best(folder: Path, progress: Mapping[str, Any]) -> Stored | None
                     _point(folder, BEST, entry.name)
                 return stored
     return None
+
+
+def weights_are_of(path: Path, step: int) -> bool:
+    """True if a file of weights is sound and of this step."""
+    try:
+        return atomic_files.read_metadata(path).get("step") == str(step)
+    except RunError:
+        return False
 
 
 def refuse_not_finite(path: Path, parameters: Mapping[str, Tensor]) -> None:

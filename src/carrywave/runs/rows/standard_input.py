@@ -15,7 +15,6 @@ from carrywave.data.files.source import FORMATS, HEAD_BYTES, STANDARD_FOLDER, ST
 from carrywave.errors import DataError
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, from_rank_0, join
-from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
@@ -80,7 +79,7 @@ def data_on_all(data: str | None, run: Path | str, device: str) -> Iterator[Path
         return
     world = join(device)
     with ExitStack() as stack:
-        yield kept_on_all(world, stack, lambda: load_own(Run.open(folder_of(run)).path / "spec.yaml"))
+        yield kept_on_all(world, stack, lambda: load_own(Run.open(Path(run)).path / "spec.yaml"))
 
 
 def kept_on_all(world: World, stack: ExitStack, spec: Callable[[], Spec]) -> Path:

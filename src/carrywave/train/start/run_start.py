@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.remote import is_address
 from carrywave.data.order import Order, SequenceOrder
 from carrywave.data.prepare import Prepared, digests_of, prepare
 from carrywave.data.text.tag_scheme import check_sequences
@@ -24,12 +23,9 @@ from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.world import World, all_gather_text, check_agreement, raise_on_all
 from carrywave.plan.plan import Plan
-from carrywave.runs.checkpoint.folder_visibility import FolderVisibility, look
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_choices_of
 from carrywave.runs.checkpoint.snapshot import Stored
-from carrywave.runs.null_run import NullRun
-from carrywave.runs.remote_run import RemoteRun
-from carrywave.runs.run import Run
+from carrywave.runs.run import NullRun, Run
 from carrywave.runs.run_source import given_codec, given_reading, open_folder, read_alike, refuse_python
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.defaults import AUTO, with_keys, with_spans
@@ -54,14 +50,13 @@ class Start:
     codec: Codec | None  # given together with initial weights
     init: str | None  # the weights that it starts from
     watch: Watcher
-    visibility: FolderVisibility  # who sees the run's folder
     before: Plan | None = None  # the run's plan so far; known to rank 0 only
 
 
 def begin(
     spec: Spec,
     world: World,
-    run: Path | str | None,
+    run: Path | None,
     resume: bool,
     init: str | None,
     watch: Watcher,
@@ -69,10 +64,7 @@ def begin(
     from_files: bool,
     hold: bool = True,
 ) -> Start:
-    """Open the run: rank 0 inspects the disk and tells the others what it found. With `hold`, a resumed run is owned from here on.
-
-    A run that is kept in a store, under an address, is trained in a folder of rank 0's cache.
-    """
+    """Open the run: rank 0 inspects the disk and tells the others what it found. With `hold`, a resumed run is owned from here on."""
     folder: Run | None = None
     snapshot: Stored | None = None
     summary = ""
@@ -85,12 +77,7 @@ def begin(
         with raise_on_all(world, same_message=True, no_timeout=True):
             if world.rank == 0:
                 holds = watch.say if hold else None
-                kept = RemoteRun(run, spec.data.cache) if isinstance(run, str) and is_address(run) else None
-                if kept is not None:
-                    kept.prepare(resume=resume, restarted=restarted, hold=holds)
-                where = kept.folder if kept is not None else None if run is None else Path(run)
-                folder, snapshot = open_folder(spec, where, resume, init, restarted=restarted, hold=holds)
-                folder.remote, folder.backlog.say = kept, watch.say
+                folder, snapshot = open_folder(spec, run, resume, init, restarted=restarted, hold=holds)
                 exit_reports.report_run(folder.path)
                 if resume and snapshot is None:
                     watch.say(f"{folder.path} ended before its first snapshot: restarting it from the beginning")
@@ -109,11 +96,10 @@ def begin(
             watch.say(warning)
         codec = None if codec_json is None else Codec.from_json(codec_json)
         spec = read_alike(spec, reading)
-        visibility = look(world, Path(path))
-        stored = None if snapshot_json is None else receive_snapshot(world, snapshot_json, visibility)
+        stored = None if snapshot_json is None else receive_snapshot(world, snapshot_json)
         spec = spec if stored is None else with_choices_of(spec, stored)
         begins_with = init if stored is None else None  # a run that goes on has its weights from the snapshot
-        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, begins_with, watch, visibility, before)
+        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, begins_with, watch, before)
     except BaseException:
         if folder is not None:
             folder.release()
