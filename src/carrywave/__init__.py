@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from carrywave.model.over_time.front import Front
     from carrywave.model.recurrent import Recurrent
     from carrywave.plan.plan import Plan
-    from carrywave.runs.prediction import predict
-    from carrywave.runs.streaming.stepper import stepper
-    from carrywave.runs.trained_run import evaluate_run as evaluate
+    from carrywave.predict.evaluate import evaluate_run as evaluate
+    from carrywave.predict.prediction import predict
+    from carrywave.predict.stepper import stepper
     from carrywave.spec.load import load as load_spec
     from carrywave.spec.spec import Spec
     from carrywave.step.trainer import Trainer
@@ -70,12 +70,12 @@ _HOMES = {
     "Recurrent": ("carrywave.model.recurrent", "Recurrent"),
     "Spec": ("carrywave.spec.spec", "Spec"),
     "Trainer": ("carrywave.step.trainer", "Trainer"),
-    "evaluate": ("carrywave.runs.trained_run", "evaluate_run"),
+    "evaluate": ("carrywave.predict.saved_run", "evaluate_run"),
     "export": ("carrywave.exporting.run_export", "export_run"),
     "fit": ("carrywave.train.fit", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
-    "predict": ("carrywave.runs.prediction", "predict"),
-    "stepper": ("carrywave.runs.streaming.stepper", "stepper"),
+    "predict": ("carrywave.predict.prediction", "predict"),
+    "stepper": ("carrywave.predict.stepper", "stepper"),
     "tune": ("carrywave.tuning.tune", "tune"),
 }
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import carrywave as cw
 from carrywave.cli.main import app
 from carrywave.errors import DataError, RunError, UserError
-from carrywave.runs.trained_run import open_run
+from carrywave.predict.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
@@ -153,6 +153,9 @@ def test_forecasts_are_averaged_in_the_units_of_the_data(folder: Path, series: P
         for name in columns:
             assert mean[name] == pytest.approx((row[name] + other[name]) / 2, rel=1e-12)
         assert [mean[name] for name in columns] == sorted(mean[name] for name in columns)
+    with pytest.raises(DataError, match="or read them otherwise, so they cannot be evaluated as one"):
+        cw.evaluate(runs, str(series), "cpu", by=["series"])
+    runs = [first, learn(folder, f"{kind}-3", "forecasting", {**data, "residual": "last"}, 2, model={"hidden": 4, "layers": 1})]
     found = cw.evaluate(runs, str(series), "cpu", by=["series"])
     errors = _mean_errors(runs, series)
     by_series = {row["series"]: row["mae"] for row in found["by_series"]}  # type: ignore[index, union-attr]

@@ -14,8 +14,9 @@ import torch
 
 import carrywave as cw
 from carrywave.errors import UserError
+from carrywave.predict.evaluate import evaluate_run
+from carrywave.predict.saved_run import open_run
 from carrywave.runs import prediction
-from carrywave.runs.trained_run import evaluate_run, open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

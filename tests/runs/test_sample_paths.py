@@ -11,8 +11,8 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.runs.prediction import predict
-from carrywave.runs.rows import sample_paths
+from carrywave.predict import sample_paths
+from carrywave.predict.prediction import predict
 
 
 def frame() -> pd.DataFrame:

@@ -36,13 +36,13 @@ from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
 from carrywave.plan.search.partition import say
 from carrywave.plan.search.predictor import Predictor
-from carrywave.runs.summary import _count, backends, summarize, transports_of_run
 from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Task
 from carrywave.train.fit import train
+from carrywave.train.start.summary import _count, backends, summarize, transports_of_run
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import carrywave as cw
 from carrywave.errors import DataError, RunError, SpecError, UserError
 from carrywave.report.samples import samples_of
 from carrywave.runs.run import Run
-from carrywave.runs.run_source import refuse_python
 from carrywave.spec.load import load, load_own, parse, with_new_names
 from carrywave.train.backtest import Request, backtest_run
 from carrywave.train.fit import train
+from carrywave.train.start.run_source import refuse_python
 
 pandas = pytest.importorskip("pandas")
 

@@ -14,7 +14,6 @@ from carrywave.errors import PlanError, SpecError
 from carrywave.plan.cost.footprint import largest_stage
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync
-from carrywave.runs.summary import _sync
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.train_spec import TrainSpec
@@ -24,6 +23,7 @@ from carrywave.step.sync.clocks import Clocks, most_missed
 from carrywave.step.sync.meeting import joined
 from carrywave.step.sync.outer import OuterRule, bounds, fragments_due, weight_of
 from carrywave.step.sync.wire import Wire
+from carrywave.train.start.summary import _sync
 
 CLOSE = 1e-12  # a dozen additions in float64
 

@@ -13,9 +13,10 @@ import carrywave as cw
 from carrywave.data.prepare import prepare
 from carrywave.data.python_inputs import read_python
 from carrywave.errors import DataError, SpecError
-from carrywave.runs.prediction import predict
-from carrywave.runs.rows.outputs import Outputs
-from carrywave.runs.trained_run import evaluate_run, open_run
+from carrywave.predict.evaluate import evaluate_run
+from carrywave.predict.outputs import Outputs
+from carrywave.predict.prediction import predict
+from carrywave.predict.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.tasks.task import Task
 

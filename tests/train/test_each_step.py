@@ -19,10 +19,10 @@ from carrywave.cli.main import app
 from carrywave.errors import UserError
 from carrywave.exporting.run_export import export_run
 from carrywave.plan.cost.units import Units
+from carrywave.predict.evaluate import evaluate_run
+from carrywave.predict.prediction import predict
 from carrywave.report.sample_kinds import Followed, Ranked
 from carrywave.report.samples import samples_of
-from carrywave.runs.prediction import predict
-from carrywave.runs.trained_run import evaluate_run
 from carrywave.spec.load import parse
 
 STATIC = ["quick", "fast", "slow"]

@@ -19,11 +19,11 @@ from carrywave.errors import DataError, UserError
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads.classes import Sigmoid
 from carrywave.model.model import Model
+from carrywave.predict.saved_run import open_run
 from carrywave.report.page import render
 from carrywave.report.record import read_run
 from carrywave.report.sample_kinds import Decided
 from carrywave.report.samples import samples_of
-from carrywave.runs.trained_run import open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

@@ -24,11 +24,11 @@ from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
+from carrywave.predict.evaluation import Details, evaluate, is_ctc, passes
+from carrywave.predict.generation import Sampling, generate
+from carrywave.predict.saved_run import Saved, changed_since, open_run, own_data
 from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Forecasted, Paired, Sample, Samples, Transcribed
 from carrywave.report.step_samples import step_samples
-from carrywave.runs.evaluation import Details, evaluate, is_ctc, passes
-from carrywave.runs.rows.generation import Sampling, generate
-from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.tasks.baselines import BASELINES
 from carrywave.tasks.forecast_values import ForecastValues

@@ -83,15 +83,20 @@ class OutputFile:
 
     def write_bytes(self, data: bytes) -> None:
         """Append bytes."""
-        if self._handle is None:
-            raise ValueError(f"{self.path} is not open; use it in a with statement")
+        handle = self.fileno()
         try:
             while data:
-                data = data[os.write(self._handle, data) :]
+                data = data[os.write(handle, data) :]
         except BrokenPipeError:
             raise  # nobody reads the named pipe any more: not a mistake, and nothing to remedy
         except OSError as error:
             raise self._failed(error) from error
+
+    def fileno(self) -> int:
+        """The descriptor that the file is written through."""
+        if self._handle is None:
+            raise ValueError(f"{self.path} is not open; use it in a with statement")
+        return self._handle
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         handle, draft = self._handle, self._draft

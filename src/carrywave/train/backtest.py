@@ -16,11 +16,11 @@ from carrywave.data.tables.parts import PARTS, spans
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError, UserError, option
 from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
-from carrywave.runs.backtest.origins import Origins, Rolling, at_origin, long_enough
-from carrywave.runs.backtest.rolled import Rolled, forecast
-from carrywave.runs.backtest.scores import Score, scores
+from carrywave.predict.backtest.origins import Origins, Rolling, at_origin, long_enough
+from carrywave.predict.backtest.rolled import Rolled, forecast
+from carrywave.predict.backtest.scores import Score, scores
+from carrywave.predict.saved_run import Saved, check_bands, codec_of, files_of, open_run
 from carrywave.runs.run import Run
-from carrywave.runs.trained_run import Saved, check_bands, codec_of, files_of, open_run
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec

@@ -31,15 +31,14 @@ from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, leave, raise_on_all
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync
+from carrywave.predict.evaluation import order_for
+from carrywave.predict.saved_run import codec_of, facts_of, open_run
 from carrywave.runs import history
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.display import watcher_of_call
-from carrywave.runs.evaluation import order_for
 from carrywave.runs.run import Run
 from carrywave.runs.run_place import TIMING
-from carrywave.runs.summary import backends, summarize, transports_of_run
 from carrywave.runs.tracking import Tracking, check_installed
-from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Silent, Watcher
 from carrywave.spec.defaults import AUTO, fitted, with_kept_weights, with_precision
 from carrywave.spec.load import load_own
@@ -62,6 +61,7 @@ from carrywave.train.start.initial_model import Own, begin_from, drawn_model, ow
 from carrywave.train.start.linear_start import linear_part
 from carrywave.train.start.planning import PlanRequest, check_workers, plan_run
 from carrywave.train.start.run_start import Start, begin, check_idle, noted, prepare_in_turn, spec_of_call, with_whole_spans
+from carrywave.train.start.summary import backends, summarize, transports_of_run
 
 
 def train(

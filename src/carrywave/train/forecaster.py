@@ -12,10 +12,11 @@ import pyarrow.compute as pc
 from carrywave.data.files.frames import columns_of, is_frame
 from carrywave.data.files.same_kind import appended, frame_like, kind_of
 from carrywave.errors import DataError, RunError, UserError
-from carrywave.runs.backtest.rolled import rows_of
-from carrywave.runs.prediction import predict
+from carrywave.predict.backtest.rolled import rows_of
+from carrywave.predict.evaluate import evaluate_run
+from carrywave.predict.prediction import predict
+from carrywave.predict.saved_run import codec_of
 from carrywave.runs.run import Run
-from carrywave.runs.trained_run import codec_of, evaluate_run
 from carrywave.runs.watcher import Logged
 from carrywave.spec.load import load_own
 from carrywave.train.backtest import ORIGINS, Request, backtest_run

@@ -23,7 +23,7 @@ from carrywave.launch.signals import Reason, Stop
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import raise_on_all
-from carrywave.runs.evaluation import evaluate
+from carrywave.predict.evaluation import evaluate
 from carrywave.runs.history import back_row
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import StepInfo, Watcher

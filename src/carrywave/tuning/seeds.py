@@ -20,10 +20,10 @@ from carrywave.errors import RunError, UserError, option
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.snapshot import POINTER
 from carrywave.runs.run_place import SNAPSHOTS, free_place
-from carrywave.runs.run_source import weights_file
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import score
+from carrywave.train.start.run_source import weights_file
 from carrywave.tuning.child_runs import ChildRun, Job, Why, evaluations, holding, options_of, places_for, run_jobs
 
 BASE, INIT = "seeds.yaml", "init.txt"

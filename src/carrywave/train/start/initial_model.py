@@ -16,12 +16,12 @@ from carrywave.model.portable_names import CLASS_WEIGHTS
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World, raise_on_all
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
-from carrywave.runs.run_source import weights_file
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_loss
 from carrywave.step.worker_setup import check_saved_whole, check_uncut, holding_of, tensors_of
 from carrywave.tasks.task import Task
+from carrywave.train.start.run_source import weights_file
 from carrywave.train.start.run_start import Start
 
 Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or a function that builds one once the data is known

@@ -26,7 +26,6 @@ from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_choices_of
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.runs.run import NullRun, Run
-from carrywave.runs.run_source import given_codec, given_reading, open_folder, read_alike, refuse_python
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.defaults import AUTO, with_keys, with_spans
 from carrywave.spec.idle_keys import idle_beside_own, idle_in_files, idle_with
@@ -36,6 +35,7 @@ from carrywave.tasks.doubts import doubts
 from carrywave.train.checkpointer import receive_snapshot
 from carrywave.train.evaluations import DataParts
 from carrywave.train.start.planning import plan_before
+from carrywave.train.start.run_source import given_codec, given_reading, open_folder, read_alike, refuse_python
 from carrywave.train.start.same_data import compare
 
 

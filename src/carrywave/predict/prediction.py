@@ -30,18 +30,17 @@ from carrywave.data.text.tally import Tally
 from carrywave.errors import RunError, UserError, option
 from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
-from carrywave.runs.ensemble.averages import AveragedOutputs, mean_of_forecasts
-from carrywave.runs.ensemble.members import Paths, open_members, paths_of
-from carrywave.runs.evaluation import is_ctc
-from carrywave.runs.rows import row_writer, sample_paths
-from carrywave.runs.rows.blocks import Block, read_blocks, shared
-from carrywave.runs.rows.generation import Sampling
-from carrywave.runs.rows.kept_columns import KeptColumns
-from carrywave.runs.rows.outputs import Outputs
-from carrywave.runs.rows.predicted import BY_PLACE, estimates, forecasts, rows_of
-from carrywave.runs.rows.prompts import continued, prompts_of
-from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
-from carrywave.runs.trained_run import Saved, check_bands, open_run, warn
+from carrywave.predict import row_writer, sample_paths
+from carrywave.predict.averages import mean_of_rows
+from carrywave.predict.blocks import Block, KeptColumns, read_blocks, shared
+from carrywave.predict.ensemble import AveragedOutputs, Paths, open_members, paths_of
+from carrywave.predict.evaluation import is_ctc
+from carrywave.predict.generation import Sampling
+from carrywave.predict.outputs import Outputs
+from carrywave.predict.predicted import BY_PLACE, estimates, forecasts, rows_of
+from carrywave.predict.prompts import continued, prompts_of
+from carrywave.predict.saved_run import Saved, check_bands, open_run, warn
+from carrywave.predict.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
 from carrywave.runs.watcher import printable
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import short_of_season
@@ -254,7 +253,7 @@ def _forecast(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sin
             data = kept_on_all(world, stack, lambda: spec)
         made = [_forecasts_of(member, data, request, tell=member is members[0]) for member in members]
         places = (BY_PLACE, "step", *codec.series, *(() if codec.time is None else (codec.time,)))
-        _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places))
+        _written(world, sink, made[0] if len(made) == 1 else mean_of_rows(made, places))
 
 
 def _forecasts_of(saved: Saved, data: Any, request: _Request, *, tell: bool) -> Iterator[Row]:
@@ -292,7 +291,7 @@ def _estimate(members: Sequence[Saved], spec: Spec, request: _Request, sink: Sin
             for line in read[0][1].notes:
                 request.note(line)
         made = [estimates(Outputs(member), sequences, table) for member, (table, sequences) in zip(members, read, strict=True)]
-        _written(world, sink, made[0] if len(made) == 1 else mean_of_forecasts(made, places))
+        _written(world, sink, made[0] if len(made) == 1 else mean_of_rows(made, places))
 
 
 def _in_format(spec: Spec, format: str) -> Spec:

@@ -1,13 +1,14 @@
 """`stepper(run)`: a trained run that answers after every step, for many clients at once, each with a carry of its own.
 
-A step costs the same however long the sequence has become. Shapes: B client, F feature.
+A step costs the same however long the sequence has become. What a model carries for its clients are rows of a few tensors that grow with
+their number. Shapes: N rows, of clients and for more of them; B clients of one step, F feature, W width of a layer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -20,17 +21,19 @@ from carrywave.data.files.fields import numbers
 from carrywave.data.tables.moments import standardise, unusable
 from carrywave.data.text.tokenizers import Words
 from carrywave.errors import DataError, RunError, UserError
+from carrywave.kernels.reference import Rest, step
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
 from carrywave.model.heads.scoring import at_least_float32
 from carrywave.model.heads.step_numbers import StepNumbers
+from carrywave.model.model import Model
+from carrywave.predict.saved_run import open_run
 from carrywave.runs.checkpoint.atomic_files import read_metadata, read_tensors, replacing, write_tensors, writing
-from carrywave.runs.streaming.clients import Client, Clients
-from carrywave.runs.streaming.step_function import StepFunction
-from carrywave.runs.trained_run import open_run
 from carrywave.tasks.task import Task
 
+Client = str | int
+FIRST_ROWS = 8
 CLASSES = ("language", "classification", "tagging")  # tasks whose outputs are logits
 HEADS = (
     Softmax,
@@ -220,3 +223,112 @@ class Stepper:
         if len(ids) != 1:
             raise DataError(f"client {client!r}: {row!r:.40} is {len(ids)} tokens; pass one at a time, or the ids of codec.encode(text)")
         return int(ids[0])
+
+
+class StepFunction:
+    """The state is a list of tensors [B, …]: the parts of each layer's carry, then what a pooled head has accumulated."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, Model):
+            raise UserError("a module in one piece has no carry to keep between steps; train cw.Model(encoder, lstm, head) instead")
+        for whole, what, remedy in (
+            (model.has_front, "a front reads over time", "set model.front=none"),
+            (model.lstm.bidirectional, "bidirectional layers read the end of a sequence first", "set model.bidirectional=false"),
+            (model.whole_head, f"the head {type(model.head).__name__} reads whole sequences", "use one that reads single steps, or pools"),
+        ):
+            if whole:
+                raise UserError(
+                    f"a stepper gives its answer before the sequence ends, but {what}; {remedy} and train again, or use predict"
+                )
+        if not model.has_output:
+            raise UserError(f"head {type(model.head).__name__} has no forward method, so it cannot predict; add one")
+        self.encoder, self.head, self.pooled = model.encoder, model.head, model.pooled
+        self.lstm = lstm = model.lstm
+        with torch.no_grad():
+            # Its hooks compute the weights, if they are pruned or normalised.
+            lstm(torch.zeros(1, 1, lstm.input_size, dtype=lstm.dtype, device=next(lstm.parameters()).device))
+            self.cell, shares = lstm.cell, lstm.zoneout if any(lstm.zoneout) else ()
+            weights = [lstm.weights(layer)[0].by_heads(lstm.outputs(layer)) for layer in range(lstm.num_layers)]
+            self.layers = [Rest(lstm.cell, each, shares=shares) for each in weights]
+            self.norms = [getattr(lstm, f"norm_l{layer}") if lstm.layer_norm else None for layer in range(lstm.num_layers)]
+            self.dtype, self.device = lstm.dtype, weights[0].w_ih.device
+            acc = model.head.start(1, self.dtype, self.device) if self.pooled else ()  # type: ignore[operator]
+            self.initial: list[Tensor] = [*(part[0] for carry in lstm.initial(1) for part in carry), *acc]
+
+    def names(self) -> list[str]:
+        """What each tensor of the state is."""
+        carries = [f"l{layer}.{part}" for layer in range(len(self.layers)) for part in self.cell.parts]
+        return carries + [f"pooled.{place}" for place in range(len(self.initial) - len(carries))]
+
+    def __call__(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The head's output [B, …] for inputs [B, …], and the state after them; to be called in inference mode."""
+        parts, after = len(self.cell.parts), list[Tensor]()
+        y_BW: Tensor = self.encoder(x[None])[0]
+        for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            carry, y_BW = step({"gates": layer.weights.inputs(y_BW)}, layer, state[number * parts : (number + 1) * parts])
+            after.extend(carry)
+            y_BW = y_BW if norm is None else norm(y_BW)
+        if not self.pooled:
+            out: Tensor = self.head(y_BW[None])[0]
+            return out, after
+        one_B = torch.ones(len(y_BW), dtype=torch.int64, device=y_BW.device)
+        acc = self.head.pool(y_BW[None], one_B, tuple(state[len(after) :]))  # type: ignore[operator]
+        return self.head(acc), [*after, *acc]
+
+
+class Clients:
+    """`initial` is the state before the first step, [1, …] each. A client that is seen for the first time has it."""
+
+    def __init__(self, initial: Sequence[Tensor]) -> None:
+        self._initial = [part.detach().clone() for part in initial]
+        self._parts = [part.new_empty((0, *part.shape[1:])) for part in self._initial]
+        self._rows: dict[Client, int] = {}
+        self._free: list[int] = []
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(tuple(self._rows))
+
+    def rows(self, clients: Sequence[Client]) -> Tensor:
+        """The row of each of them [B], new ones included."""
+        rows = self._rows
+        numbers = [rows[client] if client in rows else self._begin(client) for client in clients]
+        return torch.tensor(numbers, device=self._parts[0].device)
+
+    def read(self, rows_B: Tensor) -> list[Tensor]:
+        """The state of these rows, a copy: [B, …] each."""
+        return [part.index_select(0, rows_B) for part in self._parts]
+
+    def write(self, rows_B: Tensor, state: Sequence[Tensor]) -> None:
+        """Replace the state of these rows."""
+        for part, new in zip(self._parts, state, strict=True):
+            part.index_copy_(0, rows_B, new)
+
+    def reset(self, client: Client) -> None:
+        """Give a client the initial state again."""
+        self._put(self._row_of(client), self._initial)
+
+    def forget(self, client: Client) -> None:
+        """Remove a client; its row is for another one."""
+        self._free.append(self._row_of(client))
+        del self._rows[client]
+
+    def _row_of(self, client: Client) -> int:
+        if client not in self._rows:
+            raise UserError(f"there is no client {client!r}; a client is there from its first step until it is forgotten")
+        return self._rows[client]
+
+    def _begin(self, client: Client) -> int:
+        if isinstance(client, bool) or not isinstance(client, str | int):
+            raise UserError(f"a client is named by a {type(client).__name__}; use a string or a whole number")
+        if not self._free:
+            first = len(self._parts[0])
+            more = max(FIRST_ROWS, first)  # twice as many as before
+            self._parts = [torch.cat((part, part.new_empty((more, *part.shape[1:])))) for part in self._parts]
+            self._free = list(reversed(range(first, first + more)))
+        row = self._rows[client] = self._free.pop()
+        self._put(row, self._initial)
+        return row
+
+    def _put(self, row: int, state: Sequence[Tensor]) -> None:
+        for part, new in zip(self._parts, state, strict=True):
+            part[row : row + 1] = new
