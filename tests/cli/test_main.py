@@ -387,7 +387,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
         found = {"split": "test", "loss": 0.25, "accuracy": 0.975} | (matrix if confusion else {})
         return found | {f"by_{name}": [{name: "[red]", "f1": 0.5}] for name in by}
 
-    install("carrywave.predict.saved_run", evaluate_run=evaluate_run)
+    install("carrywave.prediction.saved_run", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
     assert call("evaluate", "r", "--data", "d.jsonl", "--json", str(rows)) == (
         0,
@@ -419,7 +419,7 @@ def test_predict(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").touch()
     seen: dict[str, object] = {}
-    install("carrywave.predict.prediction", predict_run=lambda run, input, output, **rest: seen.update(rest, files=(run, input, output)))
+    install("carrywave.prediction.predict", predict_run=lambda run, input, output, **rest: seen.update(rest, files=(run, input, output)))
     assert (
         call("predict", "r", "in.jsonl", "-o", "out.jsonl", "--prompt", "The", "--tokens", "5", "--temperature", "0", "--seed", "3")[0] == 0
     )

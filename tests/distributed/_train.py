@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.parallel.world import leave
-from carrywave.predict.evaluate import evaluate_run
-from carrywave.predict.prediction import predict
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

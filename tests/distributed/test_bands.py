@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from carrywave.predict.prediction import predict
+from carrywave.prediction.predict import predict
 from carrywave.runs.checkpoint.snapshot import weights_metadata
 from carrywave.spec.load import parse
 from carrywave.train.fit import train

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carrywave.predict.evaluate import evaluate_run
-from carrywave.predict.prediction import predict
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

@@ -24,8 +24,8 @@ from carrywave.exporting import comparison, lost, onnx_file, run_export
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.run_export import export_run
 from carrywave.exporting.single_step import c_library, c_source
-from carrywave.predict.evaluate import evaluate_run
-from carrywave.predict.saved_run import open_run
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
@@ -171,7 +171,7 @@ def test_onnx_continues_text_as_documented(speaker: Path, tmp_path: Path) -> Non
     assert 'name: "out"' in (tmp_path / "out" / "config.pbtxt").read_text()  # as Triton demands: the folder's name
     found: dict[str, Any] = {}
     exec(SNIPPETS[1].replace("exports/NAME-onnx", str(tmp_path / "out")), found)
-    from carrywave.predict.prediction import predict
+    from carrywave.prediction.predict import predict
 
     assert found["text"] == predict(speaker, prompt="the cat", tokens=20, temperature=0.0, device="cpu")[0]["text"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import carrywave as cw
-from carrywave.predict.saved_run import open_run, own_data
+from carrywave.prediction.saved_run import open_run, own_data
 from carrywave.report.sample_kinds import Confused, Continued, Distributed, Forecasted, Paired
 from carrywave.report.samples import samples_of
 

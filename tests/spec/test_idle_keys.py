@@ -17,7 +17,7 @@ from carrywave.spec.load import dump, load_own, parse
 from carrywave.spec.spec import Spec
 from carrywave.spec.sync_keys import READ_BY
 from carrywave.train.fit import train
-from carrywave.train.start.run_start import check_idle
+from carrywave.train.start.settling import check_idle
 
 
 def test_for_every_key_it_is_known_where_it_acts() -> None:

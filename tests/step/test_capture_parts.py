@@ -31,7 +31,7 @@ from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.plan import Plan
-from carrywave.predict.evaluation import passes
+from carrywave.prediction.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.graphs.capture import Capture, _reason

@@ -12,7 +12,7 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import RunError, SpecError
-from carrywave.predict.prediction import predict_run
+from carrywave.prediction.predict import predict_run
 from carrywave.report.sample_kinds import Forecasted
 from carrywave.report.samples import samples_of
 from carrywave.spec.load import parse

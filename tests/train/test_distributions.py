@@ -13,10 +13,10 @@ import carrywave as cw
 from carrywave.data.prepare import prepare
 from carrywave.data.python_inputs import read_python
 from carrywave.errors import DataError, SpecError
-from carrywave.predict.evaluate import evaluate_run
-from carrywave.predict.outputs import Outputs
-from carrywave.predict.prediction import predict
-from carrywave.predict.saved_run import open_run
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.outputs import Outputs
+from carrywave.prediction.predict import predict
+from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.tasks.task import Task
 

@@ -19,8 +19,8 @@ from carrywave.cli.main import app
 from carrywave.errors import UserError
 from carrywave.exporting.run_export import export_run
 from carrywave.plan.cost.units import Units
-from carrywave.predict.evaluate import evaluate_run
-from carrywave.predict.prediction import predict
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict
 from carrywave.report.sample_kinds import Followed, Ranked
 from carrywave.report.samples import samples_of
 from carrywave.spec.load import parse

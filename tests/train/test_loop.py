@@ -24,7 +24,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Program
-from carrywave.predict.evaluation import evaluate
+from carrywave.prediction.evaluation import evaluate
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec

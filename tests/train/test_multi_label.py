@@ -19,7 +19,7 @@ from carrywave.errors import DataError, UserError
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads.classes import Sigmoid
 from carrywave.model.model import Model
-from carrywave.predict.saved_run import open_run
+from carrywave.prediction.saved_run import open_run
 from carrywave.report.page import render
 from carrywave.report.record import read_run
 from carrywave.report.sample_kinds import Decided

@@ -21,7 +21,7 @@ from carrywave.benchmarks.harness.workers import spread
 from carrywave.data.codec import Codec
 from carrywave.measure.timing import take_turns
 from carrywave.parallel.worker_pool import Row
-from carrywave.predict.stepper import Stepper
+from carrywave.prediction.stepper import Stepper
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.tasks.task import Task

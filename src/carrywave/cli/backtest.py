@@ -87,8 +87,8 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _report(result: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
-    from carrywave.predict.backtest import picture, rolled
-    from carrywave.predict.row_writer import writing
+    from carrywave.prediction.backtest import picture, rolled
+    from carrywave.prediction.row_writer import writing
 
     with writing(csv_file, ".csv") as writer:
         writer.add(rolled.rows_of(result.table, result.forecasts, result.columns, result.quantiles))

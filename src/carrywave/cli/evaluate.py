@@ -49,8 +49,8 @@ def evaluate(
     tops = numbers_of("--top-k", top_k) if top_k else []
     start_workers(devices, device.value)
     with leaving_at_once():
-        from carrywave.predict.evaluate import evaluate_run
-        from carrywave.predict.standard_input import data_on_all
+        from carrywave.prediction.evaluate import evaluate_run
+        from carrywave.prediction.standard_input import data_on_all
         from carrywave.tasks.baselines import beside, verdicts
 
     places = [Path(run) for run in runs]

@@ -70,7 +70,7 @@ def predict(
     with unwinding():
         start_workers(devices, device.value, direct_output=True)
         with leaving_at_once():
-            from carrywave.predict.prediction import predict_run
+            from carrywave.prediction.predict import predict_run
 
         source = input_file if input_file is None or input_file == "-" else file_of(input_file)
         predict_run(

@@ -14,8 +14,8 @@ from carrywave.data.python_inputs import file_of, read_python
 from carrywave.errors import DataError, option
 from carrywave.exporting.portable import Portable, Runner
 from carrywave.model.sample_weights import for_each_target
-from carrywave.predict.evaluation import order_for
-from carrywave.predict.saved_run import Saved
+from carrywave.prediction.evaluation import order_for
+from carrywave.prediction.saved_run import Saved
 from carrywave.tasks.task import Part
 
 MOST_TARGETS = 50_000  # of data that nobody asked for: enough to see what int8 costs, and with a large vocabulary a matter of a minute

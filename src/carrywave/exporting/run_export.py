@@ -27,7 +27,7 @@ from carrywave.exporting.single_step.step_module import StepModule
 from carrywave.model.heads.crf import CRF
 from carrywave.model.model import Model
 from carrywave.model.portable_names import EXPORTED, outside
-from carrywave.predict.saved_run import Saved, open_run
+from carrywave.prediction.saved_run import Saved, open_run
 from carrywave.runs.checkpoint.atomic_files import sync_path, write_tensors
 from carrywave.spec.load import dump
 from carrywave.step.worker_setup import tensors_of

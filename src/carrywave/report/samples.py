@@ -24,9 +24,9 @@ from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
-from carrywave.predict.evaluation import Details, evaluate, is_ctc, passes
-from carrywave.predict.generation import Sampling, generate
-from carrywave.predict.saved_run import Saved, changed_since, open_run, own_data
+from carrywave.prediction.evaluation import Details, evaluate, is_ctc, passes
+from carrywave.prediction.generation import Sampling, generate
+from carrywave.prediction.saved_run import Saved, changed_since, open_run, own_data
 from carrywave.report.sample_kinds import Confused, Continued, Decided, Distributed, Forecasted, Paired, Sample, Samples, Transcribed
 from carrywave.report.step_samples import step_samples
 from carrywave.spec.data_spec import BatchSpec

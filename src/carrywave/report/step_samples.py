@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.sequences import Sequences
-from carrywave.predict.evaluation import Details, evaluate, passes
-from carrywave.predict.saved_run import Saved
+from carrywave.prediction.evaluation import Details, evaluate, passes
+from carrywave.prediction.saved_run import Saved
 from carrywave.report.sample_kinds import Followed, Ranked, Sample
 
 MOST_SERIES, MOST_PANELS, MOST_STEPS = 2, 4, 730

@@ -132,8 +132,8 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _is_in_place(path: Path, status: os.stat_result | None) -> bool:
     """True for what is no regular file, and for what this process has open already, which a new file would not reach."""
-    named = os.readlink(path) if path.is_symlink() else str(path)
-    return status is not None and (not stat.S_ISREG(status.st_mode) or named.startswith("/proc/self/fd/"))
+    named = [str(path), *([os.readlink(path)] if path.is_symlink() else [])]
+    return status is not None and (not stat.S_ISREG(status.st_mode) or any(name.startswith("/proc/self/fd/") for name in named))
 
 
 def _target(path: Path) -> Path:

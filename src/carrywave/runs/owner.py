@@ -101,7 +101,7 @@ class Claim:
         recorded = read(self.folder)
         if recorded is not None and recorded.token != self._owner.token:
             self._lost = f"{self.folder} was taken over by {recorded} because this process sent no heartbeat; this process stops"
-        elif recorded is None:
+        elif not self.folder.is_dir() or not (self.folder / FILE).exists():
             gone = "folder" if not self.folder.is_dir() else f"file {FILE}"
             self._lost = f"the {gone} of run {self.folder} was removed during training; restart the run, and leave it in place"
 

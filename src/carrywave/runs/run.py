@@ -26,7 +26,7 @@ from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.atomic_files import HashedLog
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, refuse_not_finite, write_weights
-from carrywave.runs.history import HISTORY, TIMELINE, drop_torn
+from carrywave.runs.history import HISTORY, drop_torn
 from carrywave.runs.run_place import (
     LINEAR,
     MADE,
@@ -199,10 +199,6 @@ class Run:
         if row["event"] == "start":
             drop_torn(self.path)
         self._append(HISTORY, row)
-
-    def write_timeline(self, value: Any) -> None:
-        """Replace timeline.json."""
-        self.write_json(TIMELINE, value)
 
     def write_weights(self, parameters: Mapping[str, Tensor], step: int, share: float | None = None) -> None:
         """Replace weights.safetensors; no snapshot is published before.

@@ -16,16 +16,16 @@ from carrywave.data.tables.parts import PARTS, spans
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError, UserError, option
 from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
-from carrywave.predict.backtest.origins import Origins, Rolling, at_origin, long_enough
-from carrywave.predict.backtest.rolled import Rolled, forecast
-from carrywave.predict.backtest.scores import Score, scores
-from carrywave.predict.saved_run import Saved, check_bands, codec_of, files_of, open_run
+from carrywave.prediction.backtest.origins import Origins, Rolling, at_origin, long_enough
+from carrywave.prediction.backtest.rolled import Rolled, forecast
+from carrywave.prediction.backtest.scores import Score, scores
+from carrywave.prediction.saved_run import Saved, check_bands, codec_of, files_of, open_run
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import short_of_season
-from carrywave.train.fit import fit
+from carrywave.train.from_python import fit
 from carrywave.train.loop_state import ASKED, Ending
 
 ORIGINS = 5

@@ -60,9 +60,9 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
     scores = "; ".join(f"{part} {_in_short(values)}" for part, values in reached.items())
     stopped = {"early": " (stopped early)", "callback": " (ended by a callback)"}.get(ending, "")
     steps = f"{at.step} step{'s' * (at.step != 1)}"
-    judged_by = loop.spec.train.best
+    best_by = loop.spec.train.best
     last = loop.spec.train.weights == "last"
-    best = "" if at.best is None else "last " if last else "best " if judged_by == "loss" else f"best by {judged_by}: "
+    best = "" if at.best is None else "last " if last else "best " if best_by == "loss" else f"best by {best_by}: "
     watch.end(f"{loop.folder.path}: {steps}{stopped}{f'; {best}{scores}' if scores else ''}")
     return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
 
@@ -92,11 +92,11 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
         best = found.of_head(best)
         reached["valid"] |= found.within or {}
         if (choose_share(loop) or found.share < 1.0) and loop.parts.valid is not None:
-            reached["valid"] = mixed = loop.judge(loop.parts.valid, weights_step=loop.state.weights_step)
+            reached["valid"] = mixed = loop.evaluate(loop.parts.valid, weights_step=loop.state.weights_step)
             loop.callbacks.on_evaluation(lambda: loop.moment("valid", mixed))
     # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.
     if loop.parts.test is not None:
-        reached["test"] = values = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)
+        reached["test"] = values = loop.evaluate(loop.parts.test, weights_step=loop.state.weights_step)
         loop.callbacks.on_evaluation(lambda: loop.moment("test", values))  # there is nothing left to stop
     if isinstance(trainer.model, Model) and trainer.plan.stages > 1 and restore:
         try:

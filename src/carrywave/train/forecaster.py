@@ -12,15 +12,15 @@ import pyarrow.compute as pc
 from carrywave.data.files.frames import columns_of, is_frame
 from carrywave.data.files.same_kind import appended, frame_like, kind_of
 from carrywave.errors import DataError, RunError, UserError
-from carrywave.predict.backtest.rolled import rows_of
-from carrywave.predict.evaluate import evaluate_run
-from carrywave.predict.prediction import predict
-from carrywave.predict.saved_run import codec_of
+from carrywave.prediction.backtest.rolled import rows_of
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict
+from carrywave.prediction.saved_run import codec_of
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import Logged
 from carrywave.spec.load import load_own
 from carrywave.train.backtest import ORIGINS, Request, backtest_run
-from carrywave.train.fit import fit
+from carrywave.train.from_python import fit
 from carrywave.train.result import Result
 
 SERIES, TIME, TARGET = "unique_id", "ds", "y"  # the names that Nixtla's libraries use

@@ -26,7 +26,7 @@ from carrywave.exporting.single_step import c_library, units
 from carrywave.exporting.single_step.formula import Formula
 from carrywave.exporting.single_step.step_module import StepModule
 from carrywave.exporting.single_step.units import in_units
-from carrywave.predict.saved_run import Saved, open_run
+from carrywave.prediction.saved_run import Saved, open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

@@ -36,7 +36,7 @@ from carrywave.plan.cost.sample_requests import Ask, asks_of
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
 from carrywave.plan.search.predictor import Predictor
-from carrywave.predict.evaluation import order_for
+from carrywave.prediction.evaluation import order_for
 from carrywave.step.trainer import Trainer
 from carrywave.step.worker_setup import holding_of
 

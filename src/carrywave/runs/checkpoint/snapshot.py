@@ -162,13 +162,13 @@ def restore_best(stored: Stored) -> None:
 
 def snapshot_of_best(folder: Path, progress: Mapping[str, Any]) -> Stored | None:
     """The snapshot of the best evaluation that `progress` knows of, which `best` names from now on; None if it is gone."""
-    step = progress["best_step"] if progress["best"] is not None else progress["judged"]
+    step = progress["best_step"] if progress["best"] is not None else progress["evaluated"]
     for entry in sorted(folder.glob(f"step-{step:08d}*")):
         with suppress(RunError):
             stored = open_stored(entry)
             at = stored.meta["progress"]
             # A run that went back may have reached the same step in another way.
-            if at["step"] == step and at["judged"] == step and at["best"] == progress["best"]:
+            if at["step"] == step and at["evaluated"] == step and at["best"] == progress["best"]:
                 if at["best"] is not None:
                     _point(folder, BEST, entry.name)
                 return stored

@@ -31,10 +31,10 @@ from carrywave.errors import RunError, UserError, from_system, option, remedy_fo
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import World, all_gather_json, from_rank_0, raise_on_all
-from carrywave.plan.search.partition import say
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.manifest import File, Manifest
 from carrywave.runs.checkpoint.snapshot import TEMPORARY, Groups, publish, sweep, write_part
+from carrywave.runs.watcher import size_text
 
 POLL_SECONDS = 0.02
 SEEN_SECONDS = 3.0  # within which a file written by another host must be visible here
@@ -271,5 +271,5 @@ def _failure(target: Path, error: Exception, groups: Groups | None = None) -> Fa
     remedy = remedy_for(error, "make the folder writable")
     if error.errno == errno.ENOSPC and groups:
         num_bytes = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
-        remedy += f" in {target.parent} (this worker's part takes {say(num_bytes)})"
+        remedy += f" in {target.parent} (this worker's part takes {size_text(num_bytes)})"
     return from_system(error, RunError).__name__, f"{fact}; {remedy}, then resume"

@@ -7,12 +7,12 @@ the measured one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from carrywave.data.prepare import prepare
-from carrywave.errors import PlanError, RunError, UserError, option
+from carrywave.errors import PlanError, UserError, option
 from carrywave.launch import launch_record
 from carrywave.launch.hardware import gpus, made_for_bf16
 from carrywave.measure.profiles import known_profile, profile_for
@@ -29,12 +29,12 @@ from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search
 from carrywave.plan.show.hints import Hint, hint_lines, one_device, other_settings
-from carrywave.runs.run import Run
 from carrywave.spec.defaults import suited, with_precision
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.load import with_new_names
-from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
+from carrywave.train.start.opening import Start
+from carrywave.train.start.run_source import plan_of_json
+from carrywave.train.start.settling import Ready
 
 Say = Callable[[str], None]
 NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise
@@ -65,6 +65,14 @@ class PlanRequest:
     whole_head: bool = False  # it reads whole sequences
 
 
+def plan_of_run(start: Start, ready: Ready) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a run that has several workers, and why. Collective: every rank must call it."""
+    units = Units.of(ready.spec, ready.data.facts) if ready.own is None else None
+    of_model = ready.layers, ready.pooled, start.workers, start.before, ready.data.facts, ready.bf16, ready.reads_whole
+    planned = plan_run(start.world, PlanRequest(ready.spec, units, *of_model), start.asked.watch.say)
+    return planned.plan, planned.reasons
+
+
 def plan_run(world: World, request: PlanRequest, say: Say) -> Planned:
     """The plan that all workers follow. Collective: every rank must call it."""
     prediction: Prediction | None = None
@@ -75,7 +83,7 @@ def plan_run(world: World, request: PlanRequest, say: Say) -> Planned:
         return [asdict(plan), prediction is not None, reasons + _hints(world, request, plan, advised=len(reasons) > 1)]
 
     values, predicted, reasons = from_rank_0(world, choose, no_timeout=True)
-    return Planned(_of_json(values), prediction, predicted, tuple(reasons))
+    return Planned(plan_of_json(values), prediction, predicted, tuple(reasons))
 
 
 def _plan(world: World, request: PlanRequest, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
@@ -181,31 +189,6 @@ def _shipped_for(world: World) -> Profile | None:
     return next((each for each in map(shipped, shipped_names()) if names and each.hardware == f"1 x {names[0]}"), None)
 
 
-def plan_before(folder: Run) -> Plan | None:
-    """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
-    try:
-        recorded = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
-        return _of_json({name: recorded[name] for name in PlanSpec.model_fields})
-    except (RunError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-
-
-def _of_json(values: Mapping[str, Any]) -> Plan:
-    """Parse a plan from JSON, validated like that of a spec."""
-    plan_spec = PlanSpec.model_validate(values)
-    replicas, cuts = plan_spec.replicas or 1, tuple(plan_spec.cuts or ())
-    return Plan(
-        replicas,
-        plan_spec.stages,
-        cuts,
-        plan_spec.chunk_steps,
-        plan_spec.micro_batches,
-        plan_spec.recompute,
-        plan_spec.kernel,
-        plan_spec.share_head,
-    )
-
-
 def best_number(spec: Spec, device: str, say: Say) -> int | None:
     """How many of this machine's GPUs to use if the user leaves that open: as many as pay off. None: it is not ours to decide."""
     count = 0 if device == "cpu" else len(gpus())
@@ -222,15 +205,6 @@ def best_number(spec: Spec, device: str, say: Say) -> int | None:
     if choice.best.plan.workers < count:
         say(f"{choice.why}; pass {option('devices', count)} to use all of them")
     return choice.best.plan.workers
-
-
-def check_workers(plan: PlanSpec, devices: int) -> None:
-    """Refuse before starting workers what all of them would refuse."""
-    if devices % plan.stages or (plan.replicas is not None and plan.replicas * plan.stages != devices):
-        raise PlanError(
-            f"devices={devices} does not match plan.replicas x plan.stages ({plan.replicas or 'any number'} x {plan.stages}); "
-            "change one of them"
-        )
 
 
 def _named() -> Profile | None:

@@ -12,12 +12,14 @@ from carrywave.data.files import cache
 from carrywave.data.files.remote import fetch, is_address
 from carrywave.errors import DataError, RunError, SpecError, option
 from carrywave.launch import launch_record
+from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of
 from carrywave.runs.checkpoint.snapshot import Stored, open_stored
 from carrywave.runs.run import Run
 from carrywave.spec.data_spec import DataSpec
-from carrywave.spec.load import load_own, parse
+from carrywave.spec.load import load_own, parse, with_new_names
+from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.spec.yaml_text import parse_yaml
 
@@ -161,3 +163,28 @@ def _init_codec(init: str) -> Codec | None:
         return Codec.from_json(described["codec"]) if "codec" in described else None
     except DataError as error:
         raise RunError(f"{path}: {str(error).rpartition(';')[0]}; use other weights") from error
+
+
+def plan_before(folder: Run) -> Plan | None:
+    """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
+    try:
+        recorded = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
+        return plan_of_json({name: recorded[name] for name in PlanSpec.model_fields})
+    except (RunError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def plan_of_json(values: Mapping[str, Any]) -> Plan:
+    """Parse a plan from JSON, validated like that of a spec."""
+    plan_spec = PlanSpec.model_validate(values)
+    replicas, cuts = plan_spec.replicas or 1, tuple(plan_spec.cuts or ())
+    return Plan(
+        replicas,
+        plan_spec.stages,
+        cuts,
+        plan_spec.chunk_steps,
+        plan_spec.micro_batches,
+        plan_spec.recompute,
+        plan_spec.kernel,
+        plan_spec.share_head,
+    )

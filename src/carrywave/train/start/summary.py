@@ -1,10 +1,10 @@
-"""Summarizes a run before its first step: what is trained, how large it is, how the data is read and the work is split."""
+"""Says what a run is before its first step: what is trained, how large it is, how the data is read and the work is split."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,73 +15,103 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.over_time.front import Front
 from carrywave.parallel.mesh import Mesh
-from carrywave.plan.cost.footprint import largest_stage
-from carrywave.plan.cost.transports import Transports
-from carrywave.plan.cost.units import Units
-from carrywave.plan.placement import Seat, describe
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.schedule import show, wavefront
-from carrywave.plan.search.partition import say
-from carrywave.plan.search.search import describe as plan_in_words
+from carrywave.runs.watcher import size_text
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import TrainSpec
-from carrywave.step.graphs.capture import Capture
 from carrywave.step.precision import HALVES, parameter_dtype
+from carrywave.tasks.doubts import doubts
+from carrywave.train.start.opening import Start
+from carrywave.train.start.settling import Ready
 
 OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors the size of the parameters
 
 
-def summarize(
-    spec: Spec,
-    facts: DataFacts,
-    model: Model | OpaqueModel,
-    plan: Plan,
-    order: Order,
-    device: str,
-    units: Units | None = None,
-    transports: Transports | None = None,
-    seated: Sequence[Seat] = (),
-) -> str:
-    """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `transports` is how
-    workers reach each other, and `seated` where they sit; nothing if they do not exist.
-    """
+def announce(start: Start, ready: Ready, planned: tuple[Plan, Sequence[str]], model: Model | OpaqueModel, mesh: Mesh | None) -> None:
+    """Show the summary of a run, and lines on what is odd or was chosen. Without a mesh, nothing is to be trained."""
+    plan, reasons = planned
+    lines = summarize(ready.spec, ready.data.facts, model, plan, ready.order, str(start.world.device))
+    if mesh is not None and plan.workers > 1:
+        lines += of_workers(ready.spec, model, mesh)
+    start.asked.watch.begin("\n".join(lines))
+    for line in noted(ready, model, reasons):
+        start.asked.watch.say(line)
+
+
+def summarize(spec: Spec, facts: DataFacts, model: Model | OpaqueModel, plan: Plan, order: Order, device: str) -> list[str]:
+    """A few lines of plain text."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    widest = _longest(order)
     per_epoch = order.num_steps(0)
     steps = -(-per_epoch // spec.train.accumulate)
+    shown = replace(plan, chunk_steps=None) if model.reads_whole else plan
+    names = backends(spec, model, plan, order, device)
     lines = [
         f"task      {spec.task}: {_data(facts)}",
         f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
-        f"memory    {_memory(spec, parameters, plan, units, transports)}",
+        f"memory    {_memory(spec, parameters)}",
         f"batch     {'; '.join([_batch(spec, order), *_shares(spec, plan)])}",
         f"epoch     {_count(per_epoch, 'batch')}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
-        f"plan      {plan_in_words(replace(plan, chunk_steps=None) if model.reads_whole else plan)}; {device}, {spec.train.precision}",
+        f"plan      {_plan(shown)}; {device}, {spec.train.precision}",
     ]
-    if str(transports or ""):
-        lines.append(f"transport {transports}")
-    if len({seat.host for seat in seated}) > 1:
-        named = describe(seated)
-        lines += [f"hosts     {named[0]}", *(f"          {line}" for line in named[1:])]
-    if spec.train.sync != "step":
-        lines.append(f"sync      {_sync(spec.train, plan)}")
-    names = backends(spec, model, plan, order, device)
-    if names:
-        lines.append(f"kernels   {_by_layer(names)}")
-    chunks = 1 if model.reads_whole else plan.chunks(widest)
-    if chunks * plan.micro_batches <= 12 and chunks * plan.micro_batches * plan.stages > 1:
-        schedule = wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head, defer_weights=not plan.recompute)
-        lines += [f"          {row}" for row in show(schedule).splitlines()]
-    return "\n".join(lines)
+    lines += [f"sync      {_sync(spec.train, plan)}"] if spec.train.sync != "step" else []
+    lines += [f"kernels   {_by_layer(names)}"] if names else []
+    return lines + _schedule(shown, _longest(order))
 
 
-def transports_of_run(mesh: Mesh, model: Model | OpaqueModel, spec: Spec) -> Transports:
-    """How the workers of this run reach each other, and what of a step will be recorded."""
+def _plan(plan: Plan) -> str:
+    """The plan in words."""
+    if plan == Plan(kernel=plan.kernel):
+        return "1 device"
+    from carrywave.plan.search.search import describe
+
+    return describe(plan)
+
+
+def _schedule(plan: Plan, steps: int) -> list[str]:
+    """The schedule of the longest batch as a picture, where it is small."""
+    chunks = plan.chunks(steps)
+    if not 1 < chunks * plan.micro_batches * plan.stages <= 12 * plan.stages:
+        return []
+    from carrywave.plan.schedule.schedule import show, wavefront
+
+    drawn = wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head, defer_weights=not plan.recompute)
+    return [f"          {row}" for row in show(drawn).splitlines()]
+
+
+def transport_of(spec: Spec, model: Model | OpaqueModel, mesh: Mesh) -> str:
+    """How the workers of a run reach each other, and what of a step will be recorded; nothing for one worker."""
+    if mesh.plan.workers == 1:
+        return ""
+    from carrywave.plan.cost.transports import Transports
+    from carrywave.step.graphs.capture import Capture
+
     on_gpu = mesh.device.type == "cuda"
     if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device) is None:
-        return Transports(mesh.messages, mesh.sums, "", on_gpu)
+        return str(Transports(mesh.messages, mesh.sums, "", on_gpu))
     one_piece = mesh.on_device and (mesh.plan.stages > 1 or spec.train.accumulate == 1)
-    return Transports(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu)
+    return str(Transports(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu))
+
+
+def of_workers(spec: Spec, model: Model | OpaqueModel, mesh: Mesh) -> list[str]:
+    """How the workers of a run reach each other, and where they sit."""
+    from carrywave.plan.placement import describe
+
+    lines = [f"transport {transport_of(spec, model, mesh)}"]
+    seated = mesh.seats()
+    if len({seat.host for seat in seated}) > 1:
+        first, *others = describe(seated)
+        lines += [f"hosts     {first}", *(f"          {line}" for line in others)]
+    return lines
+
+
+def _memory(spec: Spec, parameters: int) -> str:
+    """What a whole model takes; what is kept for backward depends on the batch, and `carrywave plan` estimates it."""
+    size = 8 if spec.train.precision == "fp64" else 4
+    weights = parameters * size
+    optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + bool(spec.train.momentum) + (spec.train.ema is not None))
+    parts = f"{size_text(weights)} parameters, {size_text(weights)} gradients, {size_text(optimizer)} optimizer"
+    return f"at least {size_text(2 * weights + optimizer)}: {parts}; what is kept for backward comes on top"
 
 
 def backends(spec: Spec, model: Model | OpaqueModel, plan: Plan, order: Order, device: str) -> tuple[str, ...]:
@@ -117,22 +147,6 @@ def _longest(order: Order) -> int:
     if isinstance(order, SequenceOrder):
         return max(steps for steps, _ in order.shapes(0))
     return order.window(Cursor(0, 0)).steps
-
-
-def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None, transports: Transports | None) -> str:
-    """Memory of a worker by the planner's own estimate, so that both agree; for the user's own modules, the part that is known."""
-    if units is None:
-        size = 8 if spec.train.precision == "fp64" else 4
-        weights = parameters * size
-        optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + bool(spec.train.momentum) + (spec.train.ema is not None))
-        return (
-            f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "
-            "what your own modules keep for backward is not included"
-        )
-    held = largest_stage(units, plan, transports)
-    parts = {name: size for name, size in asdict(held).items() if size or name != "links"}
-    on = "on a worker of the largest stage" if plan.stages > 1 else "on each worker" if plan.replicas > 1 else ""
-    return " ".join(filter(None, ("about", say(held.total), on))) + ": " + ", ".join(f"{say(size)} {name}" for name, size in parts.items())
 
 
 def _data(facts: DataFacts) -> str:
@@ -205,3 +219,28 @@ def _sync(train: TrainSpec, plan: Plan) -> str:
 def _count(count: int, noun: str) -> str:
     """`1 feature`, `2 features`, `2 micro-batches`, `2 epochs`."""
     return f"{count:,} {noun}{('es' if noun.endswith('tch') else 's') * (count != 1)}"
+
+
+def _ours(model: Model | OpaqueModel) -> bool:
+    return isinstance(model, Model) and type(model.head).__module__.startswith("carrywave.")
+
+
+def noted(ready: Ready, model: Model | OpaqueModel, planned: Sequence[str]) -> Iterator[str]:
+    """Yield what else a person should know before the first step."""
+    spec, order, prepared = ready.spec, ready.order, ready.data
+    yield from ready.reasons
+    if isinstance(order, SequenceOrder) and order.oversized:
+        yield f"sequences longer than batch.tokens={spec.tokens}: {order.oversized}; each becomes a batch of its own"
+    if spec.streams and isinstance(model, OpaqueModel):
+        name = type(model.module).__name__
+        yield f"{name} has no carry that the trainer can keep: each window of {spec.steps} steps starts fresh; use a cw.Model to keep one"
+    labels = prepared.codec.labels
+    if prepared.codec.label_kind == "whole number" and labels != tuple(map(str, range(len(labels)))) and not _ours(model):
+        shown = ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
+        fact = f"the labels {shown} are passed to your loss as 0 to {len(labels) - 1}, in this order"
+        yield f"{fact}; number them from 0 to keep them unchanged"
+    yield from planned
+    yield from prepared.notes
+    for part in (ready.parts.valid, ready.parts.test):
+        yield from () if part is None else part.notes
+    yield from doubts(spec, prepared.codec, order, prepared.train, prepared.valid)

@@ -1,6 +1,6 @@
-"""Requires that every worker reads the same data: files are compared by checksum before any of them is parsed.
+"""Reads the data of a run: once on each host, into the cache, where the other workers find it.
 
-Paths may differ from host to host; the content may not.
+Files are compared by checksum before any of them is parsed: paths may differ from host to host; the content may not.
 """
 
 from __future__ import annotations
@@ -11,11 +11,30 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from carrywave.data.files import hashes
-from carrywave.data.prepare import digests_of
+from carrywave.data.prepare import Prepared, digests_of, prepare
+from carrywave.data.python_inputs import from_python
 from carrywave.errors import DataError, UserError
 from carrywave.parallel.startup.rendezvous import NAMED, on_every_rank
 from carrywave.parallel.world import World, all_gather_json, raise_on_all
 from carrywave.spec.spec import Spec
+from carrywave.train.start.opening import Start
+
+
+def open_data(start: Start) -> tuple[Prepared, Mapping[str, str]]:
+    """The data of a run, and the SHA-256 of each of its files, by part."""
+    world, spec, say = start.world, start.spec, start.asked.watch.say
+    if spec.data.train is None:
+        with raise_on_all(world, no_timeout=True):
+            return from_python(start.asked.data, spec, codec=start.codec), {}
+    compare(world, spec)
+    prepared: Prepared | None = None
+    for turn in (world.local_rank == 0, True):
+        with raise_on_all(world, same_message=True, no_timeout=True):
+            if turn and prepared is None:
+                prepared = prepare(spec, codec=start.codec, note=say)
+    assert prepared is not None  # in the second turn every remaining worker reads
+    digests = digests_of(spec) if world.rank == 0 else {}
+    return prepared, {key.removeprefix("data."): digest for key, (_, digest) in digests.items()}
 
 
 @dataclass(frozen=True)

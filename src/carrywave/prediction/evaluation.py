@@ -81,18 +81,18 @@ def evaluate(
     device = mesh.device
     by_series = details is not None and "series" in details.by
     understood = model.has_output and (task.spec.task != "transcription" or is_ctc(model))
-    judge = _Judge(task.meter(device, part, by_series=by_series, tops=tops) if understood else None)
-    watched = judge.meter is not None
+    scorer = _Scorer(task.meter(device, part, by_series=by_series, tops=tops) if understood else None)
+    watched = scorer.meter is not None
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
-    for _, outcome in _walk(model, task.spec, part, mesh, stage, judge.see if watched else None, tick, capture, splits):
+    for _, outcome in _walk(model, task.spec, part, mesh, stage, scorer.see if watched else None, tick, capture, splits):
         sums[:2] += torch.stack([outcome.loss_sum, outcome.count])
-    sums[2] = float(watched and judge.meter is None)
+    sums[2] = float(watched and scorer.meter is None)
     loss_sum, count, unfit = mesh.sum_(sums).tolist()
     if not count:
         raise DataError(f"{part.name} contains no targets: every label in it is ignored; add labels")
     metrics: dict[str, float] = {}
-    if judge.meter is not None and not unfit:
-        metric = joined(judge.meter, mesh)
+    if scorer.meter is not None and not unfit:
+        metric = joined(scorer.meter, mesh)
         metrics = metric.values()
         if details is not None:
             details.rows.update({by: metric.rows(by) for by in details.by})
@@ -204,7 +204,7 @@ class _Forward:
         return outcome if left is None else replace(outcome, state=State(self.stage.carries(left)))
 
 
-class _Judge:
+class _Scorer:
     """Passes the head's outputs to the task's metric. The user's own head may output something else; then there is only a loss."""
 
     def __init__(self, meter: Metric | None) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from carrywave.errors import UserError
-from carrywave.predict.generation import Sampling, choose, kept
+from carrywave.prediction.generation import Sampling, choose, kept
 
 
 def reference(logits: list[float], how: Sampling, uniform: float) -> int:

@@ -25,9 +25,9 @@ from carrywave.errors import RunError, UserError, option
 from carrywave.kernels import random
 from carrywave.model.model import Model
 from carrywave.model.state import State
-from carrywave.predict.outputs import Outputs
-from carrywave.predict.predicted import named
-from carrywave.predict.saved_run import Saved
+from carrywave.prediction.outputs import Outputs
+from carrywave.prediction.predicted import named
+from carrywave.prediction.saved_run import Saved
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.views import Naive
 

@@ -30,17 +30,17 @@ from carrywave.data.text.tally import Tally
 from carrywave.errors import RunError, UserError, option
 from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import World, from_rank_0, join, leave, raise_on_all
-from carrywave.predict import row_writer, sample_paths
-from carrywave.predict.averages import mean_of_rows
-from carrywave.predict.blocks import Block, KeptColumns, read_blocks, shared
-from carrywave.predict.ensemble import AveragedOutputs, Paths, open_members, paths_of
-from carrywave.predict.evaluation import is_ctc
-from carrywave.predict.generation import Sampling
-from carrywave.predict.outputs import Outputs
-from carrywave.predict.predicted import BY_PLACE, estimates, forecasts, rows_of
-from carrywave.predict.prompts import continued, prompts_of
-from carrywave.predict.saved_run import Saved, check_bands, open_run, warn
-from carrywave.predict.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
+from carrywave.prediction import row_writer, sample_paths
+from carrywave.prediction.averages import mean_of_rows
+from carrywave.prediction.blocks import Block, KeptColumns, read_blocks, shared
+from carrywave.prediction.ensemble import AveragedOutputs, Paths, open_members, paths_of
+from carrywave.prediction.evaluation import is_ctc
+from carrywave.prediction.generation import Sampling
+from carrywave.prediction.outputs import Outputs
+from carrywave.prediction.predicted import BY_PLACE, estimates, forecasts, rows_of
+from carrywave.prediction.prompts import continued, prompts_of
+from carrywave.prediction.saved_run import Saved, check_bands, open_run, warn
+from carrywave.prediction.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
 from carrywave.runs.watcher import printable
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import short_of_season

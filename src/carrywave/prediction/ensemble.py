@@ -19,10 +19,10 @@ from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, RunError, UserError, option
 from carrywave.model.sample_weights import for_each_target, known
 from carrywave.parallel.world import World
-from carrywave.predict.averages import mean_of_odds, mean_of_shares
-from carrywave.predict.evaluation import Details, joined, passes
-from carrywave.predict.outputs import Numbers, Outputs
-from carrywave.predict.saved_run import Saved, open_run
+from carrywave.prediction.averages import mean_of_odds, mean_of_shares
+from carrywave.prediction.evaluation import Details, joined, passes
+from carrywave.prediction.outputs import Numbers, Outputs
+from carrywave.prediction.saved_run import Saved, open_run
 from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part
 

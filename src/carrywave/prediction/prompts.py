@@ -22,10 +22,10 @@ from carrywave.errors import DataError, RunError
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.parallel.world import World, from_rank_0
-from carrywave.predict.blocks import KeptColumns
-from carrywave.predict.generation import Sampling, generate
-from carrywave.predict.saved_run import Saved
-from carrywave.predict.standard_input import is_standard, open_stream
+from carrywave.prediction.blocks import KeptColumns
+from carrywave.prediction.generation import Sampling, generate
+from carrywave.prediction.saved_run import Saved
+from carrywave.prediction.standard_input import is_standard, open_stream
 from carrywave.spec.spec import Spec
 
 MOST_PROMPTS = 1024

@@ -13,8 +13,8 @@ from torch import Tensor
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
-from carrywave.predict.evaluation import passes
-from carrywave.predict.saved_run import Saved
+from carrywave.prediction.evaluation import passes
+from carrywave.prediction.saved_run import Saved
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.step.graphs.capture import Capture
 from carrywave.tasks.task import Part

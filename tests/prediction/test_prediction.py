@@ -14,8 +14,8 @@ import torch
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.predict.evaluate import evaluate_run
-from carrywave.predict.saved_run import open_run
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.saved_run import open_run
 from carrywave.runs import prediction
 from carrywave.spec.load import parse
 from carrywave.train.fit import train

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.predict.backtest.rolled import Rolled
+from carrywave.prediction.backtest.rolled import Rolled
 
 Score = dict[str, object]
 

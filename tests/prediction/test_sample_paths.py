@@ -11,8 +11,8 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.predict import sample_paths
-from carrywave.predict.prediction import predict
+from carrywave.prediction import sample_paths
+from carrywave.prediction.predict import predict
 
 
 def frame() -> pd.DataFrame:

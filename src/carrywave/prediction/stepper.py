@@ -28,7 +28,7 @@ from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSof
 from carrywave.model.heads.scoring import at_least_float32
 from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
-from carrywave.predict.saved_run import open_run
+from carrywave.prediction.saved_run import open_run
 from carrywave.runs.checkpoint.atomic_files import read_metadata, read_tensors, replacing, write_tensors, writing
 from carrywave.tasks.task import Task
 

@@ -15,9 +15,9 @@ from carrywave.errors import DataError, UserError, option
 from carrywave.model.opaque_model import Loss
 from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import join, leave, raise_on_all
-from carrywave.predict.ensemble import evaluate_together, open_members, paths_of
-from carrywave.predict.evaluation import Details, evaluate
-from carrywave.predict.saved_run import Saved, changed_since, open_run, own_data, warn
+from carrywave.prediction.ensemble import evaluate_together, open_members, paths_of
+from carrywave.prediction.evaluation import Details, evaluate
+from carrywave.prediction.saved_run import Saved, changed_since, open_run, own_data, warn
 from carrywave.step.checks.arguments import check_loss
 from carrywave.tasks.metrics import BY, Confusion, Metric
 from carrywave.tasks.task import Part

@@ -17,12 +17,12 @@ from carrywave.data.codec import Codec
 from carrywave.data.files.rows import json_rows
 from carrywave.data.files.source import find
 from carrywave.errors import DataError, UserError
-from carrywave.predict import prompts
-from carrywave.predict.blocks import KeptColumns, read_blocks
-from carrywave.predict.evaluate import evaluate_run
-from carrywave.predict.prediction import predict_run
-from carrywave.predict.row_writer import RowWriter, flattened, writing
-from carrywave.predict.standard_input import Stream, kept_in_a_file
+from carrywave.prediction import prompts
+from carrywave.prediction.blocks import KeptColumns, read_blocks
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict_run
+from carrywave.prediction.row_writer import RowWriter, flattened, writing
+from carrywave.prediction.standard_input import Stream, kept_in_a_file
 
 CODEC = Codec("classification", "steps", columns=("0",), mean=(0.0,), std=(1.0,), labels=("a", "b"))
 
@@ -77,7 +77,7 @@ def test_a_csv_has_a_column_for_each_class() -> None:
 
 
 def test_parquet_has_the_columns_of_csv_and_lists_as_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("carrywave.predict.row_writer.GROUP_ROWS", 2)
+    monkeypatch.setattr("carrywave.prediction.row_writer.GROUP_ROWS", 2)
     row = {"label": 7, "probabilities": {"7": 0.5, "8": 0.5}, "odd": None}
     rows = [{"id": f"00{place}", **row, "tags": ["x"] * place} for place in range(5)]
     rows[4]["id"] = "\ud800"  # which UTF-8 cannot hold
@@ -93,7 +93,7 @@ def test_parquet_has_the_columns_of_csv_and_lists_as_lists(tmp_path: Path, monke
 
 
 def test_lists_that_begin_empty_hold_text_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("carrywave.predict.row_writer.GROUP_ROWS", 1)
+    monkeypatch.setattr("carrywave.prediction.row_writer.GROUP_ROWS", 1)
     rows: list[dict[str, Any]] = [{"label": [], "labels": [[], []]}, {"label": ["a"], "labels": [["a"], []]}]
     with writing(tmp_path / "out.parquet") as writer:
         writer.add(rows)
@@ -111,7 +111,7 @@ def test_lists_that_begin_empty_hold_text_later(tmp_path: Path, monkeypatch: pyt
 def test_rows_that_parquet_cannot_hold_leave_no_file(
     rows: list[dict[str, Any]], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("carrywave.predict.row_writer.GROUP_ROWS", 2)
+    monkeypatch.setattr("carrywave.prediction.row_writer.GROUP_ROWS", 2)
     with pytest.raises(UserError, match=message), writing(tmp_path / "out.parquet") as writer:
         writer.add(rows)
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ import numpy as np
 
 from carrywave.data.tables.table import Table
 from carrywave.plan.show import drawing
-from carrywave.predict.backtest.rolled import Rolled, times_of
+from carrywave.prediction.backtest.rolled import Rolled, times_of
 
 WIDTH, PANEL, HEAD, MARGIN, LEFT, FOOT = 1000, 200, 30, 14, 80, 26  # pixels; FOOT holds the times below a panel
 LETTER = 6.5  # pixels, about

@@ -18,10 +18,10 @@ from carrywave.cli.main import app
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, UserError
-from carrywave.predict.backtest import picture, rolled
-from carrywave.predict.backtest.origins import Rolling, at_origin, cut, long_enough
-from carrywave.predict.backtest.rolled import Rolled
-from carrywave.predict.backtest.scores import scores
+from carrywave.prediction.backtest import picture, rolled
+from carrywave.prediction.backtest.origins import Rolling, at_origin, cut, long_enough
+from carrywave.prediction.backtest.rolled import Rolled
+from carrywave.prediction.backtest.scores import scores
 from carrywave.spec.load import parse
 from carrywave.train.backtest import Backtest, Request, backtest_run, backtest_spec
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import carrywave as cw
 from carrywave.cli.main import app
 from carrywave.errors import DataError, RunError, UserError
-from carrywave.predict.saved_run import open_run
+from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

@@ -19,9 +19,9 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.channels import forward
 from carrywave.data.tables.table import Table
-from carrywave.predict.backtest.origins import Origins, at_origin, same_past
-from carrywave.predict.outputs import Outputs
-from carrywave.predict.saved_run import Saved
+from carrywave.prediction.backtest.origins import Origins, at_origin, same_past
+from carrywave.prediction.outputs import Outputs
+from carrywave.prediction.saved_run import Saved
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.views import Naive
 

@@ -18,7 +18,7 @@ from carrywave.data.text.documents import DocumentEnds
 from carrywave.errors import UserError, option
 from carrywave.kernels import random
 from carrywave.model.model import Model
-from carrywave.predict.averages import mean_of_shares
+from carrywave.prediction.averages import mean_of_shares
 
 
 @dataclass(frozen=True)

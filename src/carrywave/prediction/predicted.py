@@ -15,10 +15,10 @@ from carrywave.data.files.rows import Row
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.table import Table
 from carrywave.model.heads.alignments import negative_log_likelihood
-from carrywave.predict.blocks import Block
-from carrywave.predict.ensemble import AveragedOutputs
-from carrywave.predict.outputs import Numbers, Outputs
-from carrywave.predict.saved_run import Saved
+from carrywave.prediction.blocks import Block
+from carrywave.prediction.ensemble import AveragedOutputs
+from carrywave.prediction.outputs import Numbers, Outputs
+from carrywave.prediction.saved_run import Saved
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.label_metrics import log_odds
 from carrywave.tasks.transcription.decoding import beam_search, greedy

@@ -16,10 +16,10 @@ from carrywave.cli.main import app
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
-from carrywave.predict.backtest import rolled
-from carrywave.predict.backtest.origins import Rolling, at_origin, long_enough, place_origins, same_past
-from carrywave.predict.backtest.rolled import readings
-from carrywave.predict.saved_run import open_run
+from carrywave.prediction.backtest import rolled
+from carrywave.prediction.backtest.origins import Rolling, at_origin, long_enough, place_origins, same_past
+from carrywave.prediction.backtest.rolled import readings
+from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.train.backtest import Backtest, Request, backtest_run, backtest_spec
 

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,16 @@ class ParquetFile:
         if len(self._rows) == GROUP_ROWS:
             self._write()
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Write what is left, and the end of the file."""
         if self._rows or self._file is None:
             self._write()
         self._file.close()
-        self._out.close()
+
+    def close(self) -> None:
+        """Let go of the file, whatever is in it."""
+        with suppress(OSError):
+            self._out.close()
 
     def _write(self) -> None:
         types = {} if self._file is None else dict(zip(self._file.schema.names, self._file.schema.types, strict=True))
@@ -171,9 +175,12 @@ def writing(path: Path | None, kind: str = "") -> Iterator[RowWriter]:
                 yield RowWriter(file.write, kind)
                 return
             parquet = ParquetFile(file)
-            writer = RowWriter(file.write, kind, parquet)
-            yield writer
-            if not writer.gone:
+            try:
+                writer = RowWriter(file.write, kind, parquet)
+                yield writer
+                if not writer.gone:
+                    parquet.finish()
+            finally:
                 parquet.close()
         return
     writer = RowWriter(_show, kind)
