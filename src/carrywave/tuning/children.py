@@ -6,7 +6,6 @@ a run prints is kept in a file beside its folder.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -28,48 +27,49 @@ from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.run_place import check_name, check_place, is_draft, refuse_occupied
 
-LOGS = "logs"
 COMMAND = (sys.executable, "-m", "carrywave", "train")
 POLL_SECONDS = 0.2
 # Exit codes of runs that may succeed later: the machine lacked something, or they were asked to stop.
 PASSING = (RESOURCE, STOPPED, INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.SIGUSR1)
-SHOWN_CHARACTERS = 300  # of the last line of a run that failed
 
 Place = Mapping[str, str]  # the variables of the environment that give a run its devices
 Why = Reason | Literal["time"]  # why runs were stopped: a signal, or the time that was given is over
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run to train: its folder, and the arguments of `carrywave train` besides."""
+@dataclass
+class ChildRun:
+    """A run that is trained: its folder, and the arguments of `carrywave train` besides."""
 
     folder: Path
     words: tuple[str, ...]
+    place: Place = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    asked: bool = False  # to stop
 
     @property
     def log(self) -> Path:
         """What the run prints."""
-        return self.folder.parent / LOGS / f"{self.folder.name}.log"
+        return self.folder.parent / "logs" / f"{self.folder.name}.log"
 
+    def start(self, place: Place) -> None:
+        """Start the run, or go on with it."""
+        self.place, self.started = place, time.monotonic()
+        self.log.parent.mkdir(exist_ok=True)
+        command, surrounding = [*COMMAND, *self.words, "--run", str(self.folder), "--continue"], {**os.environ, **place}
+        with self.log.open("ab") as log:
+            # A session of its own: Ctrl-C in a terminal reaches this process, which stops its runs in order.
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=surrounding, start_new_session=True
+            )
 
-@dataclass
-class ChildRun:
-    """A run that is being trained."""
-
-    job: Job
-    place: Place
-    process: subprocess.Popen[bytes]
-    started: float = field(default_factory=time.monotonic)
-    asked: bool = False  # to stop
-
-    @property
-    def seconds(self) -> float:
-        """How long the process has been there."""
-        return time.monotonic() - self.started
+    def code(self) -> int | None:
+        """The exit code; None while it goes on."""
+        return None if self.process is None else self.process.poll()
 
     def stop(self) -> None:
         """Ask the run to write its snapshot and to end."""
-        if not self.asked and self.process.poll() is None:
+        if not self.asked and self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         self.asked = True
 
@@ -79,14 +79,20 @@ class ChildRun:
 
     def complaint(self, code: int) -> str:
         """Why a run ended that nobody asked to: the last line that it printed, and its exit code."""
-        lines = [line.strip() for line in self.job.log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in self.log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
         said = lines[-1].removeprefix("carrywave: ") if lines else "it printed nothing"
         how = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
-        return f"{said[:SHOWN_CHARACTERS]} ({how}; {self.job.log})"
+        return f"{said[:300]} ({how}; {self.log})"
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The evaluations on valid so far; the last line of the metrics may be cut off."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.is_file() else []
+        return [json.loads(line) for line in lines if line.startswith('{"split": "valid"') and line.endswith("\n")]
 
 
-def run_jobs(
-    next_job: Callable[[], Job | None],
+def run_children(
+    next_child: Callable[[], ChildRun | None],
     places: Sequence[Place],
     look: Callable[[ChildRun], bool],
     ended: Callable[[ChildRun, int], None],
@@ -96,26 +102,25 @@ def run_jobs(
 ) -> Why | None:
     """Train runs until there are no more: returns None then, or why they were stopped before.
 
-    `next_job` is asked for a job whenever a place is free, None if there is none. `look` is shown every run that goes on, and a last time
+    `next_child` is asked for a run whenever a place is free, None if there is none. `look` is shown every run that goes on, and a last time
     when it has ended; it returns True to stop it. `until` is the time on the monotonic clock at which all are stopped. A run that a process
     of an earlier, killed search still trains is waited for, and `say` told so.
     """
     free, running = list(places), list[ChildRun]()
     why: Why | None = None
-    held: Job | None = None  # an earlier process still trains it
+    held: ChildRun | None = None  # an earlier process still trains it
     with Stop() as stop:
         try:
             while True:
-                while free and why is None and (job := held or next_job()) is not None:
-                    child = _start(job, free[0])
-                    if child is None:
+                while free and why is None and (child := held or next_child()) is not None:
+                    if _is_held(child.folder):
                         if held is None:
-                            say(f"{job.folder} is still being trained by a process that was started before; waiting for it to end")
-                        held = job
+                            say(f"{child.folder} is still being trained by a process that was started before; waiting for it to end")
+                        held = child
                         break
                     held = None
+                    child.start(free.pop(0))
                     running.append(child)
-                    free.pop(0)
                 if not running and (held is None or why is not None):
                     return why
                 time.sleep(POLL_SECONDS)
@@ -124,7 +129,7 @@ def run_jobs(
                     for child in running:  # before any of them is looked at: a cluster may have asked them too
                         child.stop()
                 for child in [*running]:
-                    code = child.process.poll()
+                    code = child.code()
                     if look(child) and code is None:
                         child.stop()
                     if code is not None:
@@ -133,27 +138,17 @@ def run_jobs(
                         ended(child, code)
         finally:  # a second Ctrl-C, or a fault of ours
             for child in running:
-                child.process.kill()
-            for child in running:
-                child.process.wait()
+                if child.process is not None:
+                    child.process.kill()
+                    child.process.wait()
 
 
-def _start(job: Job, place: Place) -> ChildRun | None:
-    """Start a run; None if a process of an earlier search, which was killed, still trains it."""
-    command = [*COMMAND, *job.words, "--run", str(job.folder), "--continue"]
-    job.log.parent.mkdir(exist_ok=True)
-    with job.log.open("ab") as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the run, which inherits it, until it has ended
-        except BlockingIOError:
-            return None
-        except OSError:
-            pass  # a file system without locks
-        # A session of its own: Ctrl-C in a terminal reaches this process, which stops its runs in order.
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **place}, start_new_session=True
-        )
-    return ChildRun(job, place, process)
+def _is_held(folder: Path) -> bool:
+    try:
+        owner.refuse_held(folder)
+    except RunError:
+        return True
+    return False
 
 
 def places_for(at_once: int | None, device: str, devices: int | None) -> list[Place]:
@@ -177,6 +172,11 @@ def places_for(at_once: int | None, device: str, devices: int | None) -> list[Pl
     return [{} if count == 1 or "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}] * count
 
 
+def options_of(device: str, devices: int | None) -> tuple[str, ...]:
+    """The options of `carrywave train` for where to compute."""
+    return "--device", device, "--devices", str(devices or 1)
+
+
 @contextmanager
 def holding(folder: Path, *, resume: bool, marker: str, before: str) -> Iterator[None]:
     """Own the folder that runs are trained in: a new one, or one with the file `marker`, which says that they were.
@@ -187,7 +187,7 @@ def holding(folder: Path, *, resume: bool, marker: str, before: str) -> Iterator
     if resume and not (folder / marker).is_file():
         raise RunError(f"{folder} has nothing to resume (no {marker}); correct {option('run')}, or remove {option('resume')}")
     if not resume:
-        if not (folder.is_dir() and all(entry.name in (owner.FILE, before) or is_draft(entry) for entry in folder.iterdir())):
+        if not (folder.is_dir() and all(entry.name in (*owner.FILES, before) or is_draft(entry) for entry in folder.iterdir())):
             refuse_occupied(folder)
         check_place(folder)
     with atomic_files.writing(str(folder)):
@@ -197,18 +197,3 @@ def holding(folder: Path, *, resume: bool, marker: str, before: str) -> Iterator
         yield
     finally:
         claim.release()
-
-
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run on valid so far; the last line of its metrics may be cut off."""
-    found = []
-    path = folder / "metrics.jsonl"
-    for line in path.read_text("utf-8").splitlines(keepends=True) if path.is_file() else ():
-        if line.startswith('{"split": "valid"') and line.endswith("\n"):
-            found.append(json.loads(line))
-    return found
-
-
-def options_of(device: str, devices: int | None) -> tuple[str, ...]:
-    """The options of `carrywave train` for where to compute."""
-    return "--device", device, "--devices", str(devices or 1)
