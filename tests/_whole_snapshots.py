@@ -62,7 +62,7 @@ def save(folder: Path, name: str, snapshot: Snapshot, keep: int, *, best: bool =
 def load(path: Path) -> Snapshot:
     """Load the last snapshot in a folder of snapshots, or the one in this very folder; every byte is verified."""
     stored = open_stored(path)
-    groups = {group: stored.tensors(group, dict.fromkeys(stored.forms(group))) for group in GROUPS if group != "carry"}
+    groups = {group: stored.read(group, stored.manifest.forms(group)) for group in GROUPS if group != "carry"}
     carry = {name: stored.lanes(name) for name in ranges_of(stored.manifest.forms("carry"))}
     return Snapshot(**groups, carry=carry, meta=stored.meta)
 

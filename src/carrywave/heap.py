@@ -1,7 +1,6 @@
 """Stops the allocators from returning freed memory to the system after every step, only to fault it back in page by page.
 
-A step frees the activations it saved for backward, tens of megabytes at once, and the next step needs as much again. `carrywave bench heap`
-shows what that costs on the CPU.
+A step frees the activations it saved for backward, tens of megabytes at once, and the next step needs as much again.
 """
 
 from __future__ import annotations

@@ -618,11 +618,6 @@ def test_a_prompt_without_a_word() -> None:
     assert refused("predict", "run", "--prompt", " ") == "the prompt: ' ' contains no tokens; pass some text to continue"
 
 
-def test_a_benchmark_that_is_not_there() -> None:
-    names = "calls, crf, data, faults, gpu-pipeline, heap, kernels, long, memory, pipeline, plan, quality, replicas, snapshot"
-    assert refused("bench", "nosuch").startswith(f"unknown benchmark nosuch; use one of {names}")
-
-
 # The cache of parsed data.
 
 

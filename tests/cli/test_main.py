@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import carrywave.benchmarks
+import carrywave
 from carrywave.cli.main import app
 from carrywave.cli.options import as_utf8
 from carrywave.errors import DataError, PortError, ResourceError, UserError
@@ -114,7 +114,7 @@ def test_mistakes_are_one_line_and_exit_2(words: list[str], message: str) -> Non
 
 @pytest.mark.parametrize(
     "words",
-    [["train", "--device", "tpu"], ["predict", "run", "--tokens", "0"], ["nonsense"], ["bench"]],
+    [["train", "--device", "tpu"], ["predict", "run", "--tokens", "0"], ["nonsense"]],
 )
 def test_wrong_usage_is_exit_2(words: list[str]) -> None:
     code, out, err = call(*words)
@@ -129,7 +129,7 @@ def test_help_and_version() -> None:
     assert "--dry-run" in out
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "evaluate", "predict", "bench"])
+@pytest.mark.parametrize("command", ["train", "plan", "evaluate", "predict"])
 def test_help_of_a_switch_asks_for_no_value(command: str) -> None:
     out = call(command, "--help")[1]
     assert "--help" in out
@@ -429,20 +429,6 @@ def test_predict(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert call("predict", "r", "-", "-o", "-", "--keep", "id", "--keep", "label=truth", "--top-k", "5", "--top-p", "0.9", "--csv")[0] == 0
     assert seen["files"] == ([Path("r")], "-", None)
     assert (seen["keep"], seen["top_k"], seen["top_p"], seen["as_csv"]) == (("id", "label=truth"), 5, 0.9, True)
-
-
-def test_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "fast.py").write_text('"""A benchmark."""\n\n\ndef run(*, quick):\n    return [{"who": "ours", "quick": str(quick)}]\n')
-    (tmp_path / "peers.py").write_text("raise RuntimeError('a helper of benchmarks is not loaded to list them')\n")
-    monkeypatch.setattr(carrywave.benchmarks, "__path__", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "carrywave.benchmarks.fast", raising=False)
-    rows = tmp_path / "rows.json"
-    code, out, _ = call("bench", "fast", "--quick", "--json", str(rows))
-    assert code == 0
-    assert "bench fast" in out
-    assert json.loads(rows.read_text()) == [{"who": "ours", "quick": "True"}]
-    assert call("bench", "slow") == (2, "", "carrywave: unknown benchmark slow; use one of fast\n")
-    monkeypatch.delitem(sys.modules, "carrywave.benchmarks.fast")
 
 
 def test_schema(tmp_path: Path) -> None:

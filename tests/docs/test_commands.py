@@ -123,8 +123,6 @@ def _carrywave(command: str, words: list[str]) -> None:
         assert any(name in option.opts for option in GROUP.params) or name == "--help", command
         return
     assert name in GROUP.commands, command  # type: ignore[attr-defined]
-    if name == "bench" and rest and rest[0] != "NAME":
-        assert any((ROOT / "src/carrywave/benchmarks").rglob(f"{rest[0].replace('-', '_')}.py")), command
     rest = ["2" if word == "N" else word for word in rest]
     taker = GROUP.commands[name]  # type: ignore[attr-defined]
     if rest and any(rest[-1] in option.opts and not getattr(option, "is_flag", False) for option in taker.params):
@@ -136,7 +134,7 @@ def _carrywave(command: str, words: list[str]) -> None:
 
 
 def _is_whole(name: str, words: list[str]) -> bool:
-    needs = {"evaluate": 1, "predict": 1, "report": 1, "export": 3, "backtest": 1, "launch": 3, "bench": 1}
+    needs = {"evaluate": 1, "predict": 1, "report": 1, "export": 3, "backtest": 1, "launch": 3}
     return len(words) >= needs.get(name, 0)
 
 

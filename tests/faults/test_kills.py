@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import _disturbed_run as disturbed_run
+import _ledger as ledger
 import _warm
-from carrywave.benchmarks import faults
-from carrywave.benchmarks.fault_runs import disturbed_run, ledger
-from carrywave.benchmarks.fault_runs.disturbed_run import Fault, Outcome, Running, RunSetup
+from _disturbed_run import Fault, Outcome, Running, RunSetup
 from carrywave.errors import RunError
 
 
@@ -34,10 +34,12 @@ def check(folder: Path, told: Outcome, stages: int = 1) -> None:
 
 
 KILLS = [
-    pytest.param(faults.REPLICAS, 3, 1, id="short", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    pytest.param(disturbed_run.REPLICAS, 3, 1, id="short", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     *(
-        pytest.param(case, kills, 2 if case is faults.STAGES else 1, id=case.name, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
-        for case, kills in faults.KILLS.items()
+        pytest.param(
+            case, kills, 2 if case is disturbed_run.STAGES else 1, id=case.name, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]
+        )
+        for case, kills in disturbed_run.KILLS.items()
     ),
 ]
 
@@ -46,7 +48,7 @@ KILLS = [
 @pytest.mark.slow
 def test_a_kill_during_a_save_does_not_change_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kill, which every run of the tests can afford: at the worst moment, and early, so that there are several saves to meet."""
-    case = replace(faults.REPLICAS, steps=40)
+    case = replace(disturbed_run.REPLICAS, steps=40)
     disturbed_run.write_data(tmp_path)
     (tmp_path / "calm-ledger").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -76,7 +78,7 @@ def test_kills_do_not_change_the_answer(case: RunSetup, kills: int, stages: int,
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_stopped_workers_do_not_change_the_answer(tmp_path: Path) -> None:
-    case = replace(faults.REPLICAS, steps=60)
+    case = replace(disturbed_run.REPLICAS, steps=60)
     disturbed_run.write_data(tmp_path)
     assert disturbed_run.calm(tmp_path, case).code == 0
     told = disturbed_run.disturbed(tmp_path, case, 2, seed=2, number=signal.SIGSTOP, moments=("step",))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from carrywave.benchmarks.fault_runs import disturbed_run
-from carrywave.benchmarks.fault_runs.disturbed_run import RunSetup
+import _disturbed_run as disturbed_run
+from _disturbed_run import RunSetup
 
 # A snapshot is due every 8 steps, and written at the next exchange.
 LOCAL = RunSetup("local", 2, ("train.sync=local", "train.sync_every=5", "train.block_momentum=0.5", "train.block_nesterov=true"), steps=50)

@@ -7,17 +7,20 @@ long before their messages come, and persistent kernels are launched while they 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from carrywave.benchmarks.peers.gpu_stacks import DTYPES
-from carrywave.benchmarks.stages.gpu_worker import Loop, Split, SummedStack
 from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.model.lstm import LSTM
 from carrywave.parallel.links.pair_links import PairLinks
 from carrywave.parallel.world import World
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.gpu_pipeline import Loop, Split, SummedStack
 
 CYCLES = 200_000  # about a tenth of a millisecond
 
@@ -39,7 +42,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         last = loop.update()
     losses.append(float(last))
     layer = LSTM(case.hidden, case.hidden, device=world.device).weights(0)
-    one = torch.empty((), dtype=DTYPES["bf16"], device=world.device)
+    one = torch.empty((), dtype=torch.bfloat16, device=world.device)
     steps = -(-case.steps // split.chunks)
     kernel = BACKENDS.in_use("auto", one.expand(steps, case.lanes, case.hidden), layer)
     count = torch.cuda.get_device_properties(world.device).multi_processor_count

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from carrywave.benchmarks.fault_runs import disturbed_run
-from carrywave.benchmarks.fault_runs.disturbed_run import RunSetup
+import _disturbed_run as disturbed_run
+from _disturbed_run import RunSetup
 from carrywave.launch.shares.mps import TOOL
 
 pytestmark = [

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
+import _disturbed_run as disturbed_run
 import carrywave
-from carrywave.benchmarks.fault_runs import disturbed_run
-from carrywave.benchmarks.fault_runs.disturbed_run import RunSetup
+from _disturbed_run import RunSetup
 from carrywave.launch.shares.mps import PERCENT, shares
 from carrywave.parallel import worker_pool
 

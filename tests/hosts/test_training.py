@@ -14,7 +14,7 @@ import pytest
 from _namespaces import ADDRESSES, Cluster, OnHost, await_
 from _starters import SPEC, STARTERS, TRAIN, start, start_on, write_data
 
-from carrywave.benchmarks.fault_runs import disturbed_run
+import _disturbed_run as disturbed_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

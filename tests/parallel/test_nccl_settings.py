@@ -1,4 +1,4 @@
-"""Which workers use NCCL, and what it is told before it starts. NCCL itself: tests/gpu/test_nccl.py."""
+"""Which workers use NCCL, and what it is told before it starts. NCCL itself: tests/gpu/test_exactness_gpu.py."""
 
 from __future__ import annotations
 

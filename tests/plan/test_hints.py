@@ -34,7 +34,7 @@ def found(
 
 
 def test_bf16_is_named_where_fp32_was_asked_for_on_such_a_gpu() -> None:
-    # Measured by `bench step` and `bench train` on this GPU: several times as fast.
+    # Measured by `benchmarks.step` and `benchmarks.train` on this GPU: several times as fast.
     assert 2 < found(spec())["train.precision=bf16"] < 10
     assert "train.precision=bf16" not in found(spec(precision="bf16"))
     assert "train.precision=bf16" not in found(spec(precision="fp64"))  # who asks for that has a reason

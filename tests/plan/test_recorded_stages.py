@@ -26,7 +26,7 @@ GPU = Overheads(110 * US, 20 * US, 0.0, 1.0, recorded_seconds=2 * US, recorded_m
 
 
 def units(hidden: int = 512, lanes: int = 64, steps: int = 256, precision: str = "bf16", **train: object) -> Units:
-    """The stack of `bench gpu-pipeline`."""
+    """The stack of `benchmarks.gpu_pipeline`."""
     spec = {
         "task": "forecasting",
         "model": {"hidden": hidden, "layers": 8},
@@ -131,7 +131,7 @@ def test_the_sender_pays_for_copies_in_device_memory() -> None:
     assert predict(carried, FOUR).seconds < slow
 
 
-# Measured on one H200 on 2026-11-16 in bf16, by runs of the workers of `bench gpu-pipeline`: what kernels take on a share of 32 (512 units)
+# Measured on one H200 on 2026-11-16 in bf16, by the workers of `benchmarks.gpu_pipeline`: what kernels take on a share of 32 (512 units)
 # or 66 (1,024) multiprocessors, and how long forward and backward of stacks of 8 layers take, recorded. By hidden units, in microseconds:
 # the forward and the backward recurrence (per step, per launch), the product of 16 steps before the one and after the other, and a product
 # of weight gradients for the whole window, of which a layer has two.

@@ -18,10 +18,11 @@ from carrywave.cli.main import app
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, UserError
-from carrywave.prediction.backtest import picture, rolled
+from carrywave.prediction.backtest import rolled
 from carrywave.prediction.backtest.origins import Rolling, at_origin, cut, long_enough
 from carrywave.prediction.backtest.rolled import Rolled
 from carrywave.prediction.backtest.scores import scores
+from carrywave.report.backtest_picture import picture
 from carrywave.spec.load import parse
 from carrywave.train.backtest import Backtest, Request, backtest_run, backtest_spec
 
@@ -156,7 +157,7 @@ def truncated(file: Path, to: Path, drop: int = 0, after: str = "9999") -> Path:
 
 def ask(file: Path, tmp_path: Path, *, retrain: bool = False, quantiles: list[float] | None = None, **how: Any) -> Backtest:
     asked = Request(stride=2, origins=3)
-    known: dict[str, Any] = {"run": tmp_path / "bt", "resume": False, "device": "cpu", "watch": None, "note": print}
+    known: dict[str, Any] = {"run": tmp_path / "bt", "device": "cpu", "watch": None, "note": print}
     return backtest_spec(parse(spec_for(file, quantiles)), None, asked, retrain=retrain, **(known | how))
 
 
@@ -280,13 +281,13 @@ def test_a_picture_is_xml_in_which_names_are_text() -> None:
     forecasts = [
         Rolled(n, k, 12 + k, *(draw.normal(size=s) for s in ((3, 2, 2), (3, 2), (3, 2), 2, 2, 2))) for n in range(6) for k in range(2)
     ]
-    text = picture.draw(data, forecasts, ["0", "1"], (0.1, 0.9), "a & b <i>")
+    text = picture(data, forecasts, ["0", "1"], (0.1, 0.9), "a & b <i>")
     root = ElementTree.fromstring(text)
     found = [element.tag.rpartition("}")[2] for element in root.iter()]
     assert "script" not in found
     assert (found.count("polygon"), "a & b <i> (the first 8 of 12)" in "".join(root.itertext())) == (8 * 2, True)
     flat = [Rolled(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1), np.ones(1))]
-    assert "nan" not in picture.draw(from_matrices([np.ones((8, 1))], "flat"), flat, ["0"], None, "flat")
+    assert "nan" not in picture(from_matrices([np.ones((8, 1))], "flat"), flat, ["0"], None, "flat")
 
 
 def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,14 +318,13 @@ def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monke
     ("words", "message"),
     [
         (["run", "train.lr=1"], "train.lr=1 changes a spec, but run is a trained run; pass its SPEC.yaml instead"),
-        (["run", "--resume"], "a trained run is not trained again, so there is nothing for --run and --resume; add --retrain, or remove"),
+        (["run", "--run", "x"], "a trained run is not trained again, so there is nothing for --run; add --retrain, or remove it"),
         (
             ["spec.yaml", "task=language", "data.horizon=24"],
             "a backtest is for forecasts, but the spec has task language; use carrywave evaluate",
         ),
-        (["spec.yaml", "--resume"], "--resume needs the folder of the backtest; pass --run"),
         (["spec.yaml", "--run", "spec.yaml"], "spec.yaml is a file, but a backtest needs a folder; pass another --run"),
-        (["spec.yaml", "--run", "run"], "run already exists and is not empty; pass another folder, or --resume"),
+        (["spec.yaml", "--run", "run"], "run already exists and is not empty; pass another --run"),
         (["spec.yaml", "--origins", "99"], "all.csv: 99 origins, 4 rows apart, with a horizon of 4 need 405 rows, but the longest series"),
         (["spec.yaml", "-o", "none/x.csv"], "none/x.csv cannot be written: folder none not found; create it, or use another path"),
     ],

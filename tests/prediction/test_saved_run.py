@@ -71,7 +71,7 @@ def test_a_part_of_a_training_file_that_has_changed_is_refused(tmp_path: Path, o
     told: list[str] = []
     backtest_run(run, None, Request(origins=2), "cpu", told.append)
     assert any("load.csv has changed since" in line for line in told)
-    assert "load.csv has changed since" in samples_of(run, "cpu").note
+    assert "load.csv has changed since" in str(samples_of(run, "cpu"))
     frame.to_csv(path, index=False)
     assert cw.evaluate(run, device="cpu") == before
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from carrywave.report.chart import WIDTH, Band, Line, Mark, draw, legend, number, reduced, ticks
+from carrywave.report.chart import WIDTH, Area, Chart, Curve, Mark, document, number, reduced, ticks
 
 
 def points_of(svg: str) -> list[tuple[float, float]]:
@@ -16,7 +16,7 @@ def points_of(svg: str) -> list[tuple[float, float]]:
 
 
 def test_a_line_goes_through_its_points() -> None:
-    found = points_of(draw("t", [Line("a", [(0, 0.0), (5, 10.0), (10, 5.0)])]))
+    found = points_of(Chart("t", [Curve("a", [(0, 0.0), (5, 10.0), (10, 5.0)])]).svg)
     xs, ys = zip(*found, strict=True)
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)  # coordinates have one decimal
     assert ys[0] - ys[1] == pytest.approx(2 * (ys[0] - ys[2]), abs=0.3)
@@ -25,18 +25,20 @@ def test_a_line_goes_through_its_points() -> None:
 
 def test_every_text_is_escaped() -> None:
     evil = "</title><script>alert(1)</script>&"
-    line = Line(evil, [(1, 1.0), (2, 2.0)], dots=True)
-    svg = draw(evil, [line], x_name=evil, bands=[Band(evil, [(1, 0.0, 1.0), (2, 1.0, 2.0)])], marks=[Mark(1, 1.0, evil)])
-    html = legend([line], [Band(evil, [])])
-    ElementTree.fromstring(svg)
-    assert "<script" not in svg + html
+    line, area = Curve(evil, [(1, 1.0), (2, 2.0)], dots=True), Area(evil, [(1, 0.0, 1.0), (2, 1.0, 2.0)])
+    chart = Chart(evil, [line], [area], x_name=evil, marks=[Mark(1, 1.0, evil)], x_ticks=[(1, evil), (2, "Tuesday")])
+    svg = document(evil, [chart, chart])
+    ElementTree.fromstring(chart.svg)
+    assert [name for _, name in chart.legend] == [evil, evil]
+    assert "script" not in {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(svg).iter()}
+    assert "Tuesday" in svg
     assert svg.count("&lt;script&gt;") >= 5
 
 
 def test_what_is_said_of_a_mark_covers_neither_the_curve_nor_another_mark() -> None:
-    line = Line("a", [(0, 0.0), (50, 10.0), (100, 5.0)])
+    line = Curve("a", [(0, 0.0), (50, 10.0), (100, 5.0)])
     marks = [Mark(50, 10.0, "best: 10 at step 50"), Mark(55, 5.0, "10.1 at step 55"), Mark(100, 5.0, "5 at step 100")]
-    svg = draw("t", [line], marks=marks)
+    svg = Chart("t", [line], marks=marks).svg
     highest = min(y for _, y in points_of(svg))
     found = [(float(x), float(y)) for x, y in re.findall(r'<text class="said mid" x="([0-9.]+)" y="([0-9.]+)"', svg)]
     assert len(found) == 3
@@ -44,13 +46,7 @@ def test_what_is_said_of_a_mark_covers_neither_the_curve_nor_another_mark() -> N
     assert found[0][1] != found[1][1]  # too near for one row
     assert found[0][1] == found[2][1]
     assert found[2][0] + 7.4 * len("5 at step 100") / 2 <= WIDTH  # moved to where it is not cut off
-    assert min(y for _, y in points_of(draw("t", [line]))) < highest  # without marks, the plot has the room
-
-
-def test_ticks_may_be_texts() -> None:
-    svg = draw("t", [Line("a", [(0, 0.0), (9, 1.0)])], x_ticks=[(0, "<Monday>"), (9, "Tuesday")])
-    assert "&lt;Monday&gt;" in svg
-    assert "Tuesday" in svg
+    assert min(y for _, y in points_of(Chart("t", [line]).svg)) < highest  # without marks, the plot has the room
 
 
 def test_a_spike_survives_the_reduction() -> None:
@@ -67,7 +63,7 @@ def test_a_spike_survives_the_reduction() -> None:
     "points", [[], [(3, 2.0)], [(1, 0.0), (2, 0.0)], [(1, -5.0), (2, -5.0)], [(0, 1e-9), (1, 2e-9)], [(0, 1e12), (1, 2e12)]]
 )
 def test_odd_values_can_be_drawn(points: list[tuple[float, float]]) -> None:
-    svg = draw("t", [Line("a", points)], zero=False) + draw("t", [Line("a", points)], zero=True)
+    svg = Chart("t", [Curve("a", points)]).svg + Chart("t", [Curve("a", points)], zero=True).svg
     assert ("<svg" in svg) == bool(points)
     assert "nan" not in svg
     assert "inf" not in svg
@@ -80,6 +76,6 @@ def test_ticks_are_round_and_within() -> None:
 
 
 def test_an_axis_of_shares_ends_at_all_of_them() -> None:
-    drawn = draw("accuracy", [Line("validation", [(1, 1.0), (2, 1.0)])], percent=True)
+    drawn = Chart("accuracy", [Curve("validation", [(1, 1.0), (2, 1.0)])], percent=True).svg
     assert ">100%<" in drawn
     assert ">105%<" not in drawn

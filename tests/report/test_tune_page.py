@@ -16,23 +16,20 @@ ROWS = [
 
 def test_every_key_has_a_picture_and_every_trial_a_row() -> None:
     page = render_search("runs/<search>", "loss", ["train.lr", "a", "n"], ROWS, 3, higher=False)
-    assert page.count("<svg") == 4
-    assert page.count('<circle class="dot c0"') == 4 * 3  # of the trials that have a value
+    assert page.count("<svg") == 3  # by trial, and by each key that is a number
+    assert page.count('<circle class="dot c0"') == 3 * 3  # of the trials that have a value
     assert "<b>" not in page
     assert "<search>" not in page
     assert "&lt;it&gt; broke" in page
     assert "2 finished, 1 pruned, 1 failed" in page
-    by_rate = page[page.index("loss by train.lr") : page.index("loss by a<")]
-    assert re.findall(r">(0\.\d+)</text>", by_rate)[-3:] == ["0.001", "0.01", "0.1"]
-    order = [int(number) for number in re.findall(r'<th scope="row">(?:<span class="key c2">)?(\d)', page)]
-    assert order == [3, 2, 1, 4]
+    assert re.findall(r'<th scope="row">(\d)', page) == ["3", "2", "1", "4"]
 
 
 def test_higher_is_better_where_it_is() -> None:
     rows = [{**row, "accuracy": row["loss"]} for row in ROWS]
     page = render_search("s", "accuracy", ["n"], rows, 1, higher=True)
     assert "200.00%" in page
-    assert [int(number) for number in re.findall(r'<th scope="row">(?:<span class="key c2">)?(\d)', page)] == [1, 2, 3, 4]
+    assert re.findall(r'<th scope="row">(\d)', page) == ["1", "2", "3", "4"]
 
 
 def test_one_trial_is_a_page_too() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "one_answer"))
 from _emulated_graphs import emulate
 
 import carrywave as cw

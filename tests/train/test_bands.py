@@ -13,7 +13,7 @@ import pytest
 import carrywave as cw
 from carrywave.errors import RunError, SpecError
 from carrywave.prediction.predict import predict_run
-from carrywave.report.sample_kinds import Forecasted
+from carrywave.report.chart import Chart
 from carrywave.report.samples import samples_of
 from carrywave.spec.load import parse
 
@@ -92,9 +92,10 @@ def test_the_report_and_a_file_of_predictions_have_the_bands(tmp_path: Path) -> 
     frame.to_csv(tmp_path / "y.csv", index=False)
     data = {"train": str(tmp_path / "y.csv"), "cache": str(tmp_path / "cache")}
     found = fitted(tmp_path / "run", None, **data)
-    [drawn] = [sample for sample in samples_of(tmp_path / "run", "cpu").shown if isinstance(sample, Forecasted)]
-    assert (drawn.band_name, drawn.point_name) == ("band of 0.95", "forecast")
-    assert all(low < value < high for (_, low, high), (_, value) in zip(drawn.band, drawn.forecast, strict=True))
+    [drawn] = [block for block in samples_of(tmp_path / "run", "cpu") if isinstance(block, Chart)]
+    [band], forecast = drawn.areas, drawn.curves[1]
+    assert (band.name, forecast.name) == ("band of 0.95", "forecast")
+    assert all(low < value < high for (_, low, high), (_, value) in zip(band.points, forecast.points, strict=True))
     assert predict_run(tmp_path / "run", tmp_path / "y.csv", tmp_path / "ahead.csv", device="cpu") == 4
     assert list(pd.read_csv(tmp_path / "ahead.csv").columns) == ["ds", "step", "y", "y-q0.025", "y-q0.1", "y-q0.9", "y-q0.975"]
     assert cw.evaluate(tmp_path / "run", device="cpu")["within_80"] == found.metrics["test"]["within_80"]

@@ -21,7 +21,7 @@ from carrywave.exporting.run_export import export_run
 from carrywave.plan.cost.units import Units
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.prediction.predict import predict
-from carrywave.report.sample_kinds import Followed, Ranked
+from carrywave.report.chart import Chart
 from carrywave.report.samples import samples_of
 from carrywave.spec.load import parse
 
@@ -114,13 +114,11 @@ def test_export(folder: Path, to: str) -> None:
 
 def test_report(folder: Path) -> None:
     found = samples_of(folder / "run", "cpu")
-    panels = [each for each in found.shown if isinstance(each, Followed)]
+    panels = [each for each in found if isinstance(each, Chart)]
     assert [panel.title for panel in panels] == ["flow, series b0", "flow, series b1"]
     given = pd.read_csv(folder / "rivers.csv").groupby("basin").tail(40).query("basin == 'b0'")
-    assert [value for _, value in panels[0].truth] == pytest.approx(given.flow.dropna().tolist(), rel=1e-5)
-    assert len(panels[0].estimate) == 40
-    [ranked] = [each for each in found.shown if isinstance(each, Ranked)]
-    assert {row["series"] for row in ranked.rows} == {"b0", "b1", "b2"}
+    assert [value for _, value in panels[0].curves[0].points] == pytest.approx(given.flow.dropna().tolist(), rel=1e-5)
+    assert len(panels[0].curves[1].points) == 40
     called = CliRunner().invoke(app, ["report", str(folder / "run")])
     assert called.exit_code == 0, called.output
     page = (folder / "run/report.html").read_text()

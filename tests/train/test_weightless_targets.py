@@ -14,7 +14,7 @@ import carrywave as cw
 from carrywave.data.python_inputs import from_python
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
-from carrywave.report.sample_kinds import Transcribed
+from carrywave.report.blocks import Listing
 from carrywave.report.samples import samples_of
 from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.load import parse
@@ -215,6 +215,6 @@ def test_a_report_shows_no_transcription_of_weight_0(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {"train": str(tmp_path / "t.jsonl"), "valid": str(tmp_path / "t.jsonl"), "weight": "weight"}
     cw.fit(MODEL, None, spec={"task": "transcription", "data": data, "train": {"epochs": 1}}, run=tmp_path / "run")
-    [found] = samples_of(tmp_path / "run", "cpu").shown
-    assert isinstance(found, Transcribed)
+    found = samples_of(tmp_path / "run", "cpu")[-1]
+    assert isinstance(found, Listing)
     assert [truth for _, truth, _ in found.rows] == ["b"] * 6

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from carrywave.tuning.child_runs import ChildRun, Job
+from carrywave.tuning.study import Journal, Search, Trial
 from typer.testing import CliRunner
 
 import carrywave as cw
@@ -24,8 +26,6 @@ from carrywave.errors import PlanError, ResourceError, RunError, SpecError, User
 from carrywave.spec.load import load
 from carrywave.tuning import child_runs, study
 from carrywave.tuning import tune as tuning
-from carrywave.tuning.child_runs import ChildRun, Job
-from carrywave.tuning.study import Journal, Search, Trial
 from carrywave.tuning.tune import TuneResult
 
 SPEC: dict[str, Any] = {"task": "classification", "data": {"train": "a.jsonl", "valid": "b.jsonl"}, "model": {"hidden": 4}}

@@ -40,7 +40,6 @@ def backtest(
     ] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="Train anew for every origin, on all rows before it.")] = False,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of what is trained. Default: runs/backtest-NUMBER.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the backtest in --run where it stopped.")] = False,
     file: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV of all forecasts. Default: backtest.csv in the run's folder.")
     ] = None,
@@ -55,8 +54,8 @@ def backtest(
     trained, overrides = _trained(words)
     if trained is not None and overrides:
         raise UserError(f"{overrides[0]} changes a spec, but {trained} is a trained run; pass its SPEC.yaml instead")
-    if trained is not None and not retrain and (run is not None or resume):
-        raise UserError("a trained run is not trained again, so there is nothing for --run and --resume; add --retrain, or remove them")
+    if trained is not None and not retrain and run is not None:
+        raise UserError("a trained run is not trained again, so there is nothing for --run; add --retrain, or remove it")
     spec = None if trained is not None else load(*spec_and_overrides(words))
     for path in (file, svg, json_file):
         output_file.check(path)
@@ -69,7 +68,7 @@ def backtest(
         result = backtesting.backtest_run(Path(trained), data, request, device.value, note)
     else:
         spec = spec or backtesting.spec_of_run(Path(str(trained)))
-        how: dict[str, Any] = {"retrain": retrain, "run": run, "resume": resume, "device": device.value, "note": note}
+        how: dict[str, Any] = {"retrain": retrain, "run": run, "device": device.value, "note": note}
         with watcher_for(Console()) if is_first() else nullcontext(Silent()) as watch:
             result = backtesting.backtest_spec(spec, data, request, watch=watch, **how)
     if result.ending is not None:
@@ -87,14 +86,15 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _report(result: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
-    from carrywave.prediction.backtest import picture, rolled
+    from carrywave.prediction.backtest import rolled
     from carrywave.prediction.row_writer import writing
+    from carrywave.report.backtest_picture import picture
 
     with writing(csv_file, ".csv") as writer:
         writer.add(rolled.rows_of(result.table, result.forecasts, result.columns, result.quantiles))
     rolling = result.rolling
     title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {result.table.name}"
-    output_file.write(svg_file, picture.draw(result.table, result.forecasts, result.columns, result.quantiles, title))
+    output_file.write(svg_file, picture(result.table, result.forecasts, result.columns, result.quantiles, title))
     write_rows(json_file, result.scores)
     console = wide_console()
     for title, by in (("all forecasts", ()), ("by column", ("column",)), ("by origin", ("origin",)), ("by step ahead", ("step",))):

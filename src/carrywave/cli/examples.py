@@ -56,14 +56,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "report": (
         ("carrywave report runs/words", "one page: report.html in the run's folder"),
-        ("carrywave report runs/a runs/b -o both.html", "two runs side by side"),
-        ("carrywave report runs/words --live", "while it trains"),
-    ),
-    "bench": (
-        ("carrywave bench train --quick", "see that it works, in seconds"),
-        ("carrywave bench step --json step.json", "whole steps on a GPU beside plain PyTorch, with the rows in a file"),
-        ("carrywave bench pipeline --workers 2,4", "the wavefront beside other pipelines"),
-        ("carrywave bench quality --rows etth1 --columns ours,simple", "what is learned, beside plain PyTorch and simple baselines"),
+        ("carrywave report runs/words -o words.html --no-samples", "elsewhere, and without reading the data"),
     ),
     "schema": (
         ("carrywave schema -o spec.schema.json", "for an editor that completes and checks YAML"),

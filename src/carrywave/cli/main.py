@@ -10,7 +10,6 @@ import typer
 
 from carrywave import __version__
 from carrywave.cli.backtest import backtest
-from carrywave.cli.bench import bench
 from carrywave.cli.doctor import doctor
 from carrywave.cli.evaluate import evaluate
 from carrywave.cli.exits import with_exit_codes
@@ -60,7 +59,7 @@ def schema(
         output_file.write(file, text)
 
 
-for command in (train, tune, plan, doctor, launch, export, backtest, report, evaluate, predict, bench, schema):
+for command in (train, tune, plan, doctor, launch, export, backtest, report, evaluate, predict, schema):
     app.command(cls=Command)(with_exit_codes(command))
 
 

@@ -168,7 +168,7 @@ def _train_seeds(
         from carrywave.tuning.seeds import train_seeds
 
     place = None if run is None else Path(run)
-    how: dict[str, Any] = {"run": place, "resume": resume, "init": init, "device": device, "devices": devices, "words": further}
+    how: dict[str, Any] = {"run": place, "resume": resume, "init": init, "where": (device, devices), "words": further}
     result = train_seeds(spec, seeds, say=typer.echo, **how)
     write_rows(json_file, result.rows)
     typer.echo(result.summary)

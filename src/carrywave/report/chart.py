@@ -1,20 +1,22 @@
-"""Draws line charts as inline SVG: lines, points, bands and marks on two axes. Pure functions; colours are classes of the page's style.
-
-Every text is escaped here, so the page can take a drawing as it is.
+"""Draws line charts as SVG: lines, bands, points and marks on two axes, in a page or as a file of its own. Pure functions; every text is
+escaped here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
+from importlib.resources import files
+from typing import ClassVar
 
-from carrywave.plan.show.drawing import inline, points_text, ticks
+from markupsafe import Markup
 
 WIDTH, HEIGHT, WIDE = 440, 250, 620  # pixels; WIDE is the width of a chart that has half of the page
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 34  # pixels around the plot
-ROW, LETTER = 14, 7.4  # pixels: of a line of text above the plot, and of a letter in it
+LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 34  # pixels around the plot
+ROW, LETTER, HEAD = 14, 7.4, 26  # pixels: of a line of text above the plot, of a letter in it, and of a title in a file of its own
 MOST_POINTS = 300  # of a line: more are reduced to the lowest and highest of neighbours
 MOST_DOTS = 40  # points of a line that are drawn as dots
 
@@ -23,19 +25,18 @@ _Place = Callable[[float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of a chart: its name in the legend, its points, and its class (`c0` … `c5`, or `base`)."""
+class Curve:
+    """One line of a chart: its name in the legend (none if empty), its points, and its class (`c0` … `c5`, or `base`)."""
 
     name: str
     points: Points
     kind: str = "c0"
     dashed: bool = False
     dots: bool = False
-    legend: bool = True
 
 
 @dataclass(frozen=True)
-class Band:
+class Area:
     """The area between two values at each place."""
 
     name: str
@@ -45,98 +46,150 @@ class Band:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point that is marked, and its caption."""
+    """A point that is marked, and its caption, which stands above the plot."""
 
     x: float
     y: float
     text: str
-    kind: str = "c0"
 
 
-def draw(
-    title: str,
-    lines: Sequence[Line],
-    *,
-    x_name: str = "step",
-    bands: Sequence[Band] = (),
-    marks: Sequence[Mark] = (),
-    dots: Points = (),
-    at: float | None = None,
-    zero: bool = False,
-    percent: bool = False,
-    square: bool = False,
-    width: int = WIDTH,
-    x_ticks: Sequence[tuple[float, str]] = (),
-) -> str:
-    """The SVG of a chart; empty if there is nothing to draw.
-
-    `dots` are points without a line, `at` draws a vertical line there, `zero` has the value axis begin at 0, and `square` gives both axes
-    the same range. The captions of `marks` stand above the plot, where they cover nothing. `x_ticks` replaces the numbers below it.
+@dataclass(frozen=True)
+class Chart:
+    """A chart. `dots` are points without a line, `origins` places with a vertical line, `x_ticks` replaces the numbers below the plot,
+    `zero` has the value axis begin at 0, and `square` gives both axes the same range.
     """
-    drawn = [line for line in lines if line.points]
-    xs = [x for line in drawn for x, _ in line.points] + [x for band in bands for x, *_ in band.points] + [x for x, _ in dots]
-    ys = [y for line in drawn for _, y in line.points] + [y for band in bands for _, *pair in band.points for y in pair]
-    ys += [y for _, y in dots]
-    if not xs:
-        return ""
-    y_range = _range(ys, zero=zero)
-    if percent and max(ys) <= 1:
-        y_range = y_range[0], min(y_range[1], 1.02)  # there are no shares above 100%; a little room for the line itself
-    x_range = y_range if square else (min(xs), max(xs))
-    if square:
-        x_range = y_range = _range([*xs, *ys], zero=zero)
-    if x_range[0] == x_range[1]:
-        x_range = x_range[0] - 1, x_range[1] + 1
 
-    def across(x: float) -> float:
-        return LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (width - LEFT - RIGHT)
+    title: str
+    curves: Sequence[Curve] = ()
+    areas: Sequence[Area] = ()
+    marks: Sequence[Mark] = ()
+    dots: Points = ()
+    origins: Sequence[float] = ()
+    x_name: str = "step"
+    x_ticks: Sequence[tuple[float, str]] = ()
+    zero: bool = False
+    percent: bool = False
+    square: bool = False
+    width: int = WIDTH
+    note: str = ""  # what is not drawn
+    kind: ClassVar[str] = "chart"
 
-    labels = _labels(marks, across, width)
-    top = TOP + ROW * len({row for _, row in labels})
+    @cached_property
+    def svg(self) -> Markup:
+        """The drawing; empty if there is nothing to draw."""
+        xs, ys = self._values()
+        if not xs:
+            return Markup("")
+        x_range, y_range = self._ranges(xs, ys)
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        return (
-            across(x),
-            HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - top - BOTTOM),
-        )
+        def across(x: float) -> float:
+            return LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (self.width - LEFT - RIGHT)
 
-    named = x_ticks or [(value, _tick(value)) for value in ticks(*x_range, most=6)]
-    parts = _grid(x_range, y_range, place, x_name, width, named, percent=percent)
-    if at is not None:
-        x = place(at, y_range[0])[0]
-        parts.append(f'<line class="here" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-    for band in bands:
-        upper = [place(x, high) for x, _, high in band.points]
-        lower = [place(x, low) for x, low, _ in reversed(band.points)]
-        parts.append(
-            f'<polygon class="band {band.kind}" points="{points_text(upper + lower)}"><title>{escape(band.name)}</title></polygon>'
-        )
-    for line in drawn:
-        parts += _line(line, place)
-    for x, y in (place(*point) for point in dots):
-        parts.append(f'<circle class="dot c0" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>')
-    for mark, (x, row) in zip(marks, labels, strict=True):
-        parts += _mark(mark, place(mark.x, mark.y), x, TOP + ROW * row)
-    return inline("chart", title, parts, width, HEIGHT)
+        captions = _captions(self.marks, across, self.width)
+        top = TOP + ROW * len({row for _, row in captions})
+
+        def place(x: float, y: float) -> tuple[float, float]:
+            return across(x), HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - top - BOTTOM)
+
+        parts = self._axes(x_range, y_range, place)
+        for x, _ in (place(each, y_range[0]) for each in self.origins):
+            parts.append(f'<line class="here" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        for area in self.areas:
+            edge = [place(x, high) for x, _, high in area.points] + [place(x, low) for x, low, _ in reversed(area.points)]
+            parts.append(f'<polygon class="band {area.kind}" points="{_text(edge)}"><title>{escape(area.name)}</title></polygon>')
+        for curve in self.curves:
+            parts += _curve(curve, place) if curve.points else []
+        for x, y in (place(*point) for point in self.dots):
+            parts.append(f'<circle class="dot c0" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>')
+        for mark, (text_x, row) in zip(self.marks, captions, strict=True):
+            (x, y), text_y, text = place(mark.x, mark.y), TOP + ROW * row, escape(mark.text)
+            parts.append(f'<line class="up c0" x1="{x:.1f}" x2="{x:.1f}" y1="{text_y + 4:.1f}" y2="{y - 5.5:.1f}"/>')
+            parts.append(f'<circle class="ring c0" cx="{x:.1f}" cy="{y:.1f}" r="5.5"><title>{text}</title></circle>')
+            parts.append(f'<text class="said mid" x="{text_x:.1f}" y="{text_y:.1f}">{text}</text>')
+        head = f'<svg class="chart" viewBox="0 0 {self.width} {HEIGHT}" role="img"><title>{escape(self.title)}</title>\n'
+        return Markup(head + "\n".join(parts) + "\n</svg>")
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """Class and name of lines and bands; empty if there is only one."""
+        found = [(f"{curve.kind}{' dashed' * curve.dashed}", curve.name) for curve in self.curves if curve.name and curve.points]
+        found += [(f"{area.kind} area", area.name) for area in self.areas]
+        unique = list(dict.fromkeys(found))
+        return unique if len(unique) > 1 else []
+
+    def _values(self) -> tuple[list[float], list[float]]:
+        lines = [*(curve.points for curve in self.curves), self.dots]
+        xs = [x for line in lines for x, _ in line] + [x for area in self.areas for x, *_ in area.points]
+        return xs, [y for line in lines for _, y in line] + [y for area in self.areas for _, *pair in area.points for y in pair]
+
+    def _ranges(self, xs: Sequence[float], ys: Sequence[float]) -> tuple[tuple[float, float], tuple[float, float]]:
+        low, high = (min([*ys, 0.0]), max(ys)) if self.zero else (min(ys), max(ys))
+        if self.square:
+            low, high = min([low, *xs]), max([high, *xs])
+        room = 0.06 * (high - low) if high > low else 0.1 * abs(low) or 1.0
+        y_range = (low if self.zero and low == 0 else low - room), high + room
+        if self.percent and high <= 1:
+            y_range = y_range[0], min(y_range[1], 1.02)  # there are no shares above 100%; a little room for the line itself
+        x_range = y_range if self.square else (min(xs), max(xs))
+        return (x_range if x_range[0] < x_range[1] else (x_range[0] - 1, x_range[1] + 1)), y_range
+
+    def _axes(self, x_range: tuple[float, float], y_range: tuple[float, float], place: _Place) -> list[str]:
+        parts = []
+        for value in ticks(*y_range):
+            _, y = place(x_range[0], value)
+            label = f"{100 * value:.3g}%" if self.percent else _tick(value)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{label}</text>')
+        for value, label in self.x_ticks or [(value, _tick(value)) for value in ticks(*x_range, most=6)]:
+            x = _within(place(value, y_range[0])[0], label, self.width)
+            parts.append(f'<text class="mid" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{escape(label)}</text>')
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(f'<text class="mid" x="{(LEFT + self.width - RIGHT) / 2:.0f}" y="{HEIGHT - 4}">{escape(self.x_name)}</text>')
+        return parts
 
 
-def legend(lines: Sequence[Line], bands: Sequence[Band] = ()) -> str:
-    """The names of lines and bands beside their colours, as HTML."""
-    names = [f'<li class="{line.kind}{" dashed" * line.dashed}">{escape(line.name)}</li>' for line in lines if line.legend and line.points]
-    names += [f'<li class="{band.kind} area">{escape(band.name)}</li>' for band in bands]
-    return f'<ul class="legend">{"".join(names)}</ul>' if len(names) > 1 or bands else ""
+def document(title: str, charts: Sequence[Chart]) -> str:
+    """Charts below each other as an SVG file of its own, without scripts or external fonts; its colours follow the viewer's theme."""
+    width, top, parts = (
+        max(chart.width for chart in charts),
+        HEAD + 8,
+        [f'<text class="title" x="12" y="{HEAD - 4}">{escape(title)}</text>'],
+    )
+    for chart in charts:
+        parts.append(f'<text x="{LEFT}" y="{top + 14}">{escape(chart.title)}</text>')
+        parts.append(str(chart.svg).replace("<svg ", f'<svg y="{top + HEAD}" width="{chart.width}" height="{HEIGHT}" ', 1))
+        top += HEAD + HEIGHT + 12
+    left = float(LEFT)
+    for kind, name in dict.fromkeys(entry for chart in charts for entry in chart.legend):
+        parts.append(f'<rect class="dot {kind}" x="{left:.0f}" y="{top + 6}" width="18" height="5"/>')
+        parts.append(f'<text x="{left + 24:.0f}" y="{top + 13}">{escape(name)}</text>')
+        left += 48 + LETTER * len(name)
+    height = top + HEAD
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+        f"<title>{escape(title)}</title><style>{style()}</style>"
+        f'<rect class="ground" width="{width}" height="{height}" rx="6"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def style() -> str:
+    """The colours of a page and the style of the charts in it."""
+    return (files("carrywave.report") / "templates" / "chart.css").read_text("utf-8")
 
 
 def number(value: float) -> str:
     """A number as a person reads it: four digits, thousands apart."""
-    if value == 0:
-        return "0"
     size = abs(value)
-    if size >= 1e15 or size < 1e-4:
+    if value and (size >= 1e15 or size < 1e-4):
         return f"{value:.3g}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round values within a range, at most about this many."""
+    step = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= (high - low) * (1 - 1e-9))
+    return [count * step for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def reduced(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
@@ -151,40 +204,6 @@ def reduced(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]
     return [*kept, points[-1]]
 
 
-def _range(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    low = min(low, 0.0) if zero else low
-    if low == high:
-        wide = abs(low) * 0.1 or 1.0
-        return (low, low + wide) if zero else (low - wide, high + wide)
-    margin = 0.06 * (high - low)
-    return low if zero and low == 0 else low - margin, high + margin
-
-
-def _grid(
-    x_range: tuple[float, float],
-    y_range: tuple[float, float],
-    place: _Place,
-    x_name: str,
-    width: int,
-    x_ticks: Sequence[tuple[float, str]],
-    *,
-    percent: bool,
-) -> list[str]:
-    parts = []
-    for value in ticks(*y_range):
-        _, y = place(x_range[0], value)
-        label = f"{100 * value:.3g}%" if percent else _tick(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{label}</text>')
-    for value, label in x_ticks:
-        x = _within(place(value, y_range[0])[0], label, width)
-        parts.append(f'<text class="mid" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{escape(label)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
-    parts.append(f'<text class="mid" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_name)}</text>')
-    return parts
-
-
 def _tick(value: float) -> str:
     """Short, for an axis: 12.5k instead of 12,500."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -193,32 +212,26 @@ def _tick(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _line(line: Line, place: _Place) -> list[str]:
-    points = reduced(line.points)
-    dashed = ' stroke-dasharray="5 4"' if line.dashed else ""
-    way = points_text([place(*point) for point in points])
-    parts = [f'<polyline class="line {line.kind}" points="{way}"{dashed}><title>{escape(line.name)}</title></polyline>']
-    if (line.dots and len(points) <= MOST_DOTS) or len(points) == 1:
+def _curve(curve: Curve, place: _Place) -> list[str]:
+    points = reduced(curve.points)
+    dashed, way = ' stroke-dasharray="5 4"' if curve.dashed else "", _text([place(*point) for point in points])
+    parts = [f'<polyline class="line {curve.kind}" points="{way}"{dashed}><title>{escape(curve.name)}</title></polyline>']
+    if (curve.dots and len(points) <= MOST_DOTS) or len(points) == 1:
         for x, y in points:
-            at_x, at_y = place(x, y)
-            title = f"{line.name}: {number(y)} at {number(x)}"
-            parts.append(f'<circle class="dot {line.kind}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="2.6"><title>{escape(title)}</title></circle>')
+            (at_x, at_y), title = place(x, y), escape(f"{curve.name}: {number(y)} at {number(x)}")
+            parts.append(f'<circle class="dot {curve.kind}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="2.6"><title>{title}</title></circle>')
     return parts
 
 
-def _labels(marks: Sequence[Mark], across: Callable[[float], float], width: int) -> list[tuple[float, int]]:
-    """Where the middle of each mark's text stands above the plot, and in which row: as near to the mark as the others leave room."""
-    places: list[tuple[float, int]] = []
-    occupied: list[tuple[float, float, int]] = []  # from, to, row
+def _captions(marks: Sequence[Mark], across: Callable[[float], float], width: int) -> list[tuple[float, int]]:
+    """Where the middle of each mark's caption stands above the plot, and in which row: as near to the mark as the others leave room."""
+    places: list[tuple[float, float, int]] = []  # middle, half of the width, row
     for mark in marks:
-        half = LETTER * len(mark.text) / 2
-        x = _within(across(mark.x), mark.text, width)
-        row = 0
-        while any(row == other and x - half < high + LETTER and x + half > low - LETTER for low, high, other in occupied):
+        half, x, row = LETTER * len(mark.text) / 2, _within(across(mark.x), mark.text, width), 0
+        while any(row == other and abs(x - middle) < half + wide + LETTER for middle, wide, other in places):
             row += 1
-        occupied.append((x - half, x + half, row))
-        places.append((x, row))
-    return places
+        places.append((x, half, row))
+    return [(x, row) for x, _, row in places]
 
 
 def _within(x: float, text: str, width: int) -> float:
@@ -227,11 +240,5 @@ def _within(x: float, text: str, width: int) -> float:
     return max(min(x, width - half), half)
 
 
-def _mark(mark: Mark, at: tuple[float, float], text_x: float, text_y: float) -> list[str]:
-    """A ring around the point, and a thin line up to its caption."""
-    x, y = at
-    return [
-        f'<line class="up {mark.kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{text_y + 4:.1f}" y2="{y - 5.5:.1f}"/>',
-        f'<circle class="ring {mark.kind}" cx="{x:.1f}" cy="{y:.1f}" r="5.5"><title>{escape(mark.text)}</title></circle>',
-        f'<text class="said mid" x="{text_x:.1f}" y="{text_y:.1f}">{escape(mark.text)}</text>',
-    ]
+def _text(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

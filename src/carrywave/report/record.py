@@ -1,5 +1,5 @@
 """A `RunRecord` is what a run's folder says about it, read without torch. What is missing or damaged is left out and named, never an error:
-a run may be older than a file, still in training, or stopped at any instant.
+a run may still be in training, or may have been stopped at any instant.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from carrywave.errors import RunError, UserError
-from carrywave.runs import owner
-from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.spec.train_spec import score
 from carrywave.spec.yaml_text import parse_yaml
 from carrywave.tasks.baselines import PREFIXES
 
-Row = dict[str, Any]  # a line of a log
-METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
-SPEC, PLAN, FACTS, WEIGHTS = "spec.yaml", "plan.json", "facts.json", "weights.safetensors"
-LOGS = (METRICS, TIMING, HISTORY, TIMELINE)  # what a report needs besides what prediction needs
+LogRow = Mapping[str, Any]  # a line of a log
 FIRST = ("perplexity", "accuracy", "micro_f1", "mae", "rmse", "mase", "pinball")  # of the metrics that are shown
 NOT_METRICS = ("split", "epoch", "step", "loss", "weights_step", "lr", "norm", "waste", "steps", "targets", "skipped", "train_loss")
 
@@ -32,22 +27,26 @@ class RunRecord:
 
     folder: Path
     name: str  # as the user named it
-    spec_text: str
+    spec_text: str  # spec.yaml
     spec: Mapping[str, Any]
-    plan: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    metrics: Sequence[Row]
-    timing: Sequence[Row]
-    history: Sequence[Row]
-    timeline: Mapping[str, Any]
-    trained_now: bool  # by a process that has left its name in the folder
+    plan: Mapping[str, Any]  # plan.json
+    facts: Mapping[str, Any]  # facts.json
+    timeline: Mapping[str, Any]  # timeline.json
+    metrics: Sequence[LogRow]  # metrics.jsonl
+    timing: Sequence[LogRow]  # timing.jsonl
+    history: Sequence[LogRow]  # history.jsonl
 
-    def rows(self, split: str) -> list[Row]:
+    def rows(self, split: str) -> list[LogRow]:
         """The rows of one part of the data: train, valid or test."""
         return [row for row in self.metrics if row.get("split") == split]
 
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the spec."""
+        section = self.spec.get(name)
+        return section if isinstance(section, Mapping) else {}
+
     @property
-    def best(self) -> Row | None:
+    def best(self) -> LogRow | None:
         """The evaluation whose weights were kept: the best by `train.best`, the first of equal ones, or the last; None if there is none."""
         judged = [row for row in self.rows("valid") if is_number(row.get("loss")) and is_number(row.get(self.best_metric))]
         if judged and self.keeps_last:
@@ -57,20 +56,16 @@ class RunRecord:
     @property
     def keeps_last(self) -> bool:
         """True if the weights after the last step were kept, however good others had been (`train.weights`)."""
-        return self._of_train("weights") == "last"
+        return self.section("train").get("weights") == "last"
 
     @property
     def best_metric(self) -> str:
         """The metric that picks the best weights (`train.best`)."""
-        return str(self._of_train("best") or "loss")
-
-    def _of_train(self, key: str) -> object:
-        train = self.spec.get("train")
-        return train.get(key) if isinstance(train, Mapping) else None
+        return str(self.section("train").get("best") or "loss")
 
     @property
     def metric_names(self) -> list[str]:
-        """The task's metrics, the best known first; those of simple forecasts (`naive_…`) are shown beside them."""
+        """The task's metrics, the best known first; those of baselines (`naive_…`) are shown beside them."""
         columns = dict.fromkeys(name for row in self.metrics if row.get("split") != "train" for name in row)
         names = [name for name in columns if name not in NOT_METRICS and not name.startswith(PREFIXES)]
         return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
@@ -83,36 +78,19 @@ class RunRecord:
 
 def read_run(folder: Path, name: str | None = None) -> RunRecord:
     """Read a run's folder; raises only if it is no run."""
-    if not folder.is_dir():
-        raise RunError(f"{name or folder} is not a run: folder not found; pass a run folder such as runs/language-1")
-    if not (folder / SPEC).is_file():
-        raise RunError(f"{name or folder} is not a run: it has no spec.yaml; pass a run folder such as runs/language-1")
-    text = _text(folder / SPEC)
-    return RunRecord(
-        folder,
-        name or str(folder),
-        text,
-        _spec_of(text),
-        _object(folder / PLAN),
-        _object(folder / FACTS),
-        _rows(folder / METRICS),
-        _rows(folder / TIMING),
-        _rows(folder / HISTORY),
-        _object(folder / TIMELINE),
-        owner.beats(folder),
-    )
-
-
-def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """The size and time of the files that a report is made from: it changes when they do."""
-    marks = []
-    for name in (SPEC, PLAN, FACTS, *LOGS, WEIGHTS):
-        try:
-            status = (folder / name).stat()
-        except OSError:
-            continue
-        marks.append((name, status.st_size, status.st_mtime_ns))
-    return tuple(marks)
+    name = name or str(folder)
+    if not (folder / "spec.yaml").is_file():
+        fact = "it has no spec.yaml" if folder.is_dir() else "folder not found"
+        raise RunError(f"{name} is not a run: {fact}; pass a run folder such as runs/language-1")
+    text = _text(folder / "spec.yaml")
+    try:
+        spec = parse_yaml(text, "spec.yaml")
+    except UserError:
+        spec = {}
+    plan, facts, timeline = (_object(folder / f"{file}.json") for file in ("plan", "facts", "timeline"))
+    metrics, timing, history = (_rows(folder / f"{file}.jsonl") for file in ("metrics", "timing", "history"))
+    spec = spec if isinstance(spec, dict) else {}
+    return RunRecord(folder, name, text, spec, plan, facts, timeline, metrics, timing, history)
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -127,30 +105,21 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _spec_of(text: str) -> Mapping[str, Any]:
-    try:
-        spec = parse_yaml(text, SPEC)
-    except UserError:
-        return {}
-    return spec if isinstance(spec, dict) else {}
-
-
 def _object(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
+        content = json.loads(_text(path))
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(path: Path) -> list[LogRow]:
     """The lines that are whole objects: the last one of a running or killed run may be cut off."""
-    rows = []
-    for line in _text(path).splitlines() if path.is_file() else ():
+    rows = list[LogRow]()
+    for line in _text(path).splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict):
-            rows.append(row)
+        rows += [row] if isinstance(row, dict) else []
     return rows

@@ -1,4 +1,4 @@
-"""What a spec gets where it says nothing: defaults that depend on the task, chosen by the table of `carrywave bench quality`.
+"""What a spec gets where it says nothing: defaults that depend on the task, chosen by the table of `benchmarks/quality.py`.
 
 Keys that a user sets stay, and so do those of a spec that a run has written. What depends on the data as well is left open here (`auto`, 0
 or nothing), and decided in `defaults` once the data is known. A user's own model reads what it is given: for it nothing is changed.

@@ -96,7 +96,6 @@ def backtest_spec(
     *,
     retrain: bool,
     run: Path | None,
-    resume: bool,
     device: str,
     watch: Watcher | None,
     note: Callable[[str], None],
@@ -119,7 +118,7 @@ def backtest_spec(
         # Train needs a horizon and a row, and valid another horizon.
         table, placed, left_out = long_enough(whole, rolling, before=2 * spec.data.horizon + 1)
         alone = _alone(spec)
-        base = _folder(run, resume) if world.rank == 0 else Path()
+        base = _folder(run) if world.rank == 0 else Path()
     base = Path(all_gather_text(world, str(base))[0])
     if world.rank == 0:
         for line in left_out:
@@ -131,10 +130,9 @@ def backtest_spec(
     for number in trained_at:
         folder = base / f"origin-{number + 1}" if retrain else base
         past = at_origin(table, placed, number)
-        again = resume and (folder / "spec.yaml").is_file()
         if watch is not None and retrain:
             watch.say(f"origin {number + 1} of {rolling.origins}: {int(past.lengths.sum()):,} rows are known")
-        result = fit(None, past, spec=alone, run=folder, resume=again, device=device, watch=watch)
+        result = fit(None, past, spec=alone, run=folder, device=device, watch=watch)
         if result.ending in ASKED:
             return Backtest(base, table, (), None, rolling, [], [], result.ending)
         world = join(device)
@@ -178,15 +176,13 @@ def _alone(spec: Spec) -> Spec:
     return spec.model_copy(update={"data": spec.data.model_copy(update=update)})
 
 
-def _folder(run: Path | None, resume: bool) -> Path:
+def _folder(run: Path | None) -> Path:
     if run is not None:
         if run.exists() and not run.is_dir():
             raise UserError(f"{run} is a file, but a backtest needs a folder; pass another {option('run')}")
-        if run.exists() and any(run.iterdir()) and not resume:
-            raise UserError(f"{run} already exists and is not empty; pass another folder, or {option('resume')}")
+        if run.exists() and any(run.iterdir()):
+            raise UserError(f"{run} already exists and is not empty; pass another {option('run')}")
         return run
-    if resume:
-        raise UserError(f"{option('resume')} needs the folder of the backtest; pass {option('run')}")
     number = 1
     while (folder := Path("runs") / f"backtest-{number}").exists():
         number += 1

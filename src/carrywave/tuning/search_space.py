@@ -84,8 +84,9 @@ def _range(key: str, low: Any, high: Any) -> BaseDistribution:
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each) for each in (low, high))
     if not numbers or not low < high:
         raise SpecError(f"{key} has the range {low!r:.40} to {high!r:.40}; use two finite numbers, the lower one first")
-    kinds, whole = library().distributions, isinstance(low, int) and isinstance(high, int)
-    made: BaseDistribution = (kinds.IntDistribution if whole else kinds.FloatDistribution)(low, high, log=low > 0 and high >= LOG_FACTOR * low)
+    whole, log = isinstance(low, int) and isinstance(high, int), low > 0 and high >= LOG_FACTOR * low
+    kinds = library().distributions
+    made: BaseDistribution = kinds.IntDistribution(low, high, log=log) if whole else kinds.FloatDistribution(low, high, log=log)
     return made
 
 

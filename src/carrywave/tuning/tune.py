@@ -304,7 +304,8 @@ class _Search:
         """Write the best spec and the page."""
         trials = self.study.trials
         rows = [self._row(trial) for trial in trials]
-        judged = [(value, trial) for trial in trials if _state(trial) in ("finished", "stopped") and (value := self._best(trial)) is not None]
+        found = [(self._best(trial), trial) for trial in trials if _state(trial) in ("finished", "stopped")]
+        judged = [(value, trial) for value, trial in found if value is not None]
         unfinished = [trial.user_attrs["why"] for trial in trials if _state(trial) == "stopped" and trial.user_attrs.get("why")]
         value: float | None = None
         spec: Spec | None = None

@@ -244,10 +244,11 @@ def _parsed(texts: pd.Series, *, day_first: bool, utc: bool) -> pd.Series | None
             best = times
         if best is not None and best.notna().mean() >= LEAST_READ:
             break
+    if best is not None:
+        best = best.mask(texts.str.fullmatch(CLOCK).fillna(False))  # pandas takes a time of day for one of today
     if best is None or best.notna().mean() < min(LEAST_BEFORE, 1 - 1.5 / max(len(texts), 2)):
         return None
     best = best.dt.tz_localize(None) if utc or best.dt.tz is not None else best
-    best = best.mask(texts.str.fullmatch(CLOCK).fillna(False))  # pandas takes a time of day for one of today
     return best if texts.str.contains(r"\d{4}").any() else _in_one_century(best)
 
 

@@ -1,0 +1,1 @@
+"""What benchmarks share: the command line, clocks and turns, workers, shapes of models."""

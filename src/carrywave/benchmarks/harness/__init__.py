@@ -1,1 +1,0 @@
-"""What benchmarks share: shapes of models, loops that take turns, workers, memory."""

@@ -1,1 +1,0 @@
-"""Benchmarks of the memory that training takes."""

@@ -1,1 +1,0 @@
-"""The workers of `bench sync`, and the slow links between them."""
