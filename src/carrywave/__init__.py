@@ -70,7 +70,7 @@ _HOMES = {
     "Recurrent": ("carrywave.model.recurrent", "Recurrent"),
     "Spec": ("carrywave.spec.spec", "Spec"),
     "Trainer": ("carrywave.step.trainer", "Trainer"),
-    "evaluate": ("carrywave.prediction.saved_run", "evaluate_run"),
+    "evaluate": ("carrywave.prediction.evaluate", "evaluate_run"),
     "export": ("carrywave.exporting.run_export", "export_run"),
     "fit": ("carrywave.train.from_python", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),

@@ -104,7 +104,7 @@ def spec_for(file: Path | None, *, missing: str = "error", quantiles: tuple[floa
 
 def ask(file: Path, run: Path, **how: Any) -> Backtest:
     asked = Request(stride=STRIDE, origins=ORIGINS)
-    known: dict[str, Any] = {"retrain": False, "run": run, "resume": False, "device": "cpu", "watch": None, "note": lambda line: None}
+    known: dict[str, Any] = {"retrain": False, "run": run, "device": "cpu", "watch": None, "note": lambda line: None}
     return backtest_spec(parse(spec_for(file, **how)), None, asked, **known)
 
 

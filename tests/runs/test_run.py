@@ -333,7 +333,7 @@ def test_a_folder_that_became_another_runs_gets_nothing_of_this_one(tmp_path: Pa
     other = Run.create(tmp_path / "run", "language")
     other.write_spec(Spec())
     before = files(tmp_path / "run")
-    for write in (lambda: run.write_timing(ROW), lambda: run.write_timeline({"step": 1}), lambda: run.write_history({"event": "end"})):
+    for write in (lambda: run.write_timing(ROW), lambda: run.write_history({"event": "end"})):
         with pytest.raises(RunError, match="was taken over by process"):
             write()
     assert run.__exit__(RunError, RunError("x"), None) is None

@@ -34,7 +34,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         loss, accuracy = next(given)
         return {"loss": loss, "accuracy": accuracy, "macro_f1": accuracy}
 
-    monkeypatch.setattr(loops, "evaluate", evaluate)
+    monkeypatch.setattr(loops, "evaluate_part", evaluate)
 
 
 @pytest.mark.parametrize(("best", "epoch"), [("accuracy", 2), ("loss", 5)])
