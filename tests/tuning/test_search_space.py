@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from carrywave.errors import SpecError
-from carrywave.spec.load import set_overrides
-from carrywave.spec.spec import Spec
-from carrywave.tuning.search_space import Choices, Range, check_space, overrides_of, read_space, space_from, space_of, spec_with
+from carrywave.tuning.search_space import check_space, combinations, samples_of, space_from, space_of, spec_with, value_of
 
 BASE: dict[str, Any] = {"task": "classification", "data": {"train": "a.jsonl", "valid": "b.jsonl"}}
 
 
 def test_words_are_choices_ranges_and_values_for_all() -> None:
     words = ["model.hidden=64,128", "train.lr=1e-4..1e-2", "model.layers=1..3", "train.epochs=9", "train.optimizer=adam,sgd"]
-    space, fixed = space_of([*words, "model.dropout=0..0.5", "train.betas=[0.9,0.99],[0.8,0.9]", "data.columns=[a,b]"])
+    space, fixed = space_of(
+        [*words, "model.dropout=0..0.5", "train.betas=[0.9,0.99],[0.8,0.9]", "data.columns=[a,b]", "train.warmup=1..10"]
+    )
     assert space == {
-        "model.hidden": Choices((64, 128)),
-        "train.lr": Range(1e-4, 1e-2),
-        "model.layers": Range(1, 3),
-        "train.optimizer": Choices(("adam", "sgd")),
-        "model.dropout": Range(0, 0.5),
-        "train.betas": Choices(([0.9, 0.99], [0.8, 0.9])),
+        "model.hidden": CategoricalDistribution(("64", "128")),
+        "train.lr": FloatDistribution(1e-4, 1e-2, log=True),
+        "model.layers": IntDistribution(1, 3),
+        "train.optimizer": CategoricalDistribution(('"adam"', '"sgd"')),
+        "model.dropout": FloatDistribution(0, 0.5),
+        "train.betas": CategoricalDistribution(("[0.9, 0.99]", "[0.8, 0.9]")),
+        "train.warmup": IntDistribution(1, 10, log=True),
     }
     assert fixed == ["train.epochs=9", "data.columns=[a,b]"]
-    assert read_space({key: values.to_json() for key, values in space.items()}) == space
-
-
-def test_a_range_is_whole_or_by_orders_of_magnitude_as_its_ends_say() -> None:
-    assert (Range(1, 3).whole, Range(1, 3).log) == (True, False)
-    assert (Range(1e-4, 1e-2).whole, Range(1e-4, 1e-2).log) == (False, True)
-    assert (Range(1, 10).log, Range(0, 100).log, Range(2.0, 19.0).log) == (True, False, False)
-    assert Range(0.0, 0.5).rounded(0.123456) == 0.1235
-    assert Range(0.12345, 0.5).rounded(0.123451) == 0.12345 or Range(0.12345, 0.5).rounded(0.123451) == 0.1235
-    assert Range(0.99996, 2.0).rounded(0.99996) == 1.0
-
-
-def test_python_says_the_same_with_lists_and_tuples() -> None:
+    assert samples_of(space["train.betas"]) == [[0.9, 0.99], [0.8, 0.9]]
+    assert value_of(space["train.betas"], "[0.8, 0.9]") == [0.8, 0.9]
+    assert [value_of(space["model.dropout"], drawn) for drawn in (0.123456, 0.49999999)] == [0.1235, 0.5]
+    assert combinations(space) is None
+    assert len(combinations({key: space[key] for key in ("model.hidden", "train.betas")}) or []) == 4
     assert space_from({"train.lr": (1e-4, 1e-2), "model.hidden": [4, 8]}) == space_of(["train.lr=1e-4..1e-2", "model.hidden=4,8"])[0]
 
 
@@ -65,7 +58,6 @@ def test_what_is_no_choice_and_no_range_is_refused(given: dict[str, Any], said: 
         (["model.hiden=4,8"], "unknown key model.hiden; did you mean model.hidden"),
         (["model.hidden=4,-8"], "model.hidden is -8"),
         (["train.lr=-1..1"], "train.lr is -1"),
-        (["train.momentum=0.5,0.9"], "is for sgd"),
         (["train.best=loss,accuracy"], "train.best changes what"),
         (["data.share=0.1,0.2"], "data.share"),
         (["train.class_weights=balanced,null"], "train.class_weights changes what loss measures"),
@@ -77,30 +69,10 @@ def test_keys_and_values_are_checked_before_the_first_trial(words: list[str], sa
         check_space(BASE, space_of(words)[0])
 
 
-def test_a_value_may_need_another_key() -> None:
-    space, _ = space_of(["train.optimizer=adam,sgd", "train.momentum=0.0,0.9"])
-    check_space(BASE, space)
-    with pytest.raises(SpecError, match="is for sgd"):
-        spec_with(BASE, {"train.optimizer": "adam", "train.momentum": 0.9})
-    assert spec_with(BASE, {"train.optimizer": "sgd", "train.momentum": 0.9}).train.momentum == 0.9
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value", "word", "acts", "idle"),
-    [
-        ("model", "locked", True, "model.dropout=0..0.6", 0.6, 0),
-        ("model", "dropout_hidden", 0.2, "model.layers=1,2", 2, 1),
-        ("train", "momentum", 0.9, "train.optimizer=sgd,adam", "sgd", "adam"),
-    ],
-)
-def test_a_key_that_acts_in_some_trials_is_left_out_of_the_others(name: str, key: str, value: Any, word: str, acts: Any, idle: Any) -> None:
-    base, (space, _) = BASE | {name: {key: value}}, space_of([word])
+def test_a_key_that_acts_on_nothing_beside_some_value_is_left_out_there() -> None:
+    base, (space, _) = BASE | {"train": {"momentum": 0.9}}, space_of(["train.optimizer=sgd,adam"])
     check_space(base, space)
-    [searched] = space
-    assert getattr(getattr(spec_with(base, {searched: acts}), name), key) == value
-    assert getattr(getattr(spec_with(base, {searched: idle}), name), key) == getattr(getattr(Spec(), name), key)
-    with pytest.raises(SpecError, match=key):  # it acts in no trial
-        check_space(set_overrides(deepcopy(base), overrides_of({searched: idle})), space_of(["train.epochs=2,3"])[0])
+    assert [spec_with(base, {"train.optimizer": name}).train.momentum for name in ("sgd", "adam")] == [0.9, 0.0]
 
 
 def test_a_seed_that_picks_what_is_held_out_is_not_searched() -> None:

@@ -15,7 +15,7 @@ from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER
-from carrywave.runs.history import HISTORY, TIMELINE
+from carrywave.runs.history import HISTORY
 from carrywave.runs.tracking import EVENTS
 from carrywave.runs.tracking import FOLDER as TRACKING
 
@@ -26,7 +26,6 @@ MADE = (
     METRICS,
     TIMING,
     HISTORY,
-    TIMELINE,
     EVENTS,
     TRACKING,
     "spec.yaml",
