@@ -63,7 +63,7 @@ def backtest(
     with leaving_at_once():
         from carrywave.train import backtest as backtesting
 
-    request = backtesting.Request(horizon, stride, origins)
+    request = backtesting.RollingOptions(horizon, stride, origins)
     if trained is not None and not retrain:
         result = backtesting.backtest_run(Path(trained), data, request, device.value, note)
     else:
@@ -86,12 +86,12 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _report(result: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
-    from carrywave.prediction.backtest import rolled
     from carrywave.prediction.row_writer import writing
     from carrywave.report.backtest_picture import picture
+    from carrywave.train.backtest import rows_of
 
     with writing(csv_file, ".csv") as writer:
-        writer.add(rolled.rows_of(result.table, result.forecasts, result.columns, result.quantiles))
+        writer.add(rows_of(result))
     rolling = result.rolling
     title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {result.table.name}"
     output_file.write(svg_file, picture(result.table, result.forecasts, result.columns, result.quantiles, title))

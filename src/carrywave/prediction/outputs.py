@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from carrywave.data.sequences import Ints, Sequences
+from carrywave.data.sequences import Sequences
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.prediction.evaluation import passes
@@ -82,28 +81,6 @@ class Outputs:
                     windows.setdefault(owner, []).append(out[:length, lane].clone())
         by_number = self._together({owner: torch.cat(each) for owner, each in windows.items()})
         return [by_number[number] for number in range(len(data))] if by_number else []
-
-    def after(self, data: Sequences, rows: Mapping[int, Ints]) -> dict[int, Numbers]:
-        """The forecasts made after the given rows of each series, counted from its first: [rows, horizon, columns, …] by series.
-
-        They are those that `of` would make if the series ended there. Empty on ranks other than 0. Collective.
-        """
-        pieces: dict[tuple[int, int], Tensor] = {}
-        done: dict[int, int] = {}  # rows of each series in earlier windows
-        for out, lengths, owners in self._walk(data):
-            for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
-                if owner < 0 or not length:
-                    continue
-                before = done.get(owner, 0)
-                done[owner] = before + length
-                for row in rows[owner].tolist():
-                    if before <= row < before + length:
-                        pieces[owner, row] = out[row - before, lane].clone()
-        places = {(owner, row): number for number, (owner, row) in enumerate((o, r) for o, each in rows.items() for r in each.tolist())}
-        by_place = self._together({places[key]: out for key, out in pieces.items()})
-        if not by_place:
-            return {}
-        return {owner: np.stack([by_place[places[owner, row]] for row in each.tolist()]) for owner, each in rows.items()}
 
     def _walk(self, data: Sequences) -> Iterator[tuple[Tensor, list[int], list[int]]]:
         """Yield the outputs of each batch, in host memory, with the length and the sequence of each lane."""

@@ -40,7 +40,7 @@ from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED
 from carrywave.train.result import Result
 from carrywave.train.start.initial_model import make_model
-from carrywave.train.start.opening import Asked, Start, begin
+from carrywave.train.start.opening import RunRequest, Start, begin
 from carrywave.train.start.reading import open_data
 from carrywave.train.start.settling import Ready, choose_plan, flat, settle
 from carrywave.train.start.summary import announce, backends, transport_of
@@ -61,11 +61,11 @@ def train(
 
     `devices` is the number of workers that a dry run plans for.
     """
-    asked = Asked(spec, run, resume, init, watch or Silent(), from_files=True, dry_run=dry_run, planned=devices)
+    asked = RunRequest(spec, run, resume, init, watch or Silent(), from_files=True, dry_run=dry_run, planned=devices)
     return carry_out(asked, World.alone(pick_device(device)) if dry_run else join(device, job_of(spec, run)))
 
 
-def carry_out(asked: Asked, world: World) -> Result:
+def carry_out(asked: RunRequest, world: World) -> Result:
     """A run on this worker, from its folder to its result."""
     with _left_at_the_end(world):
         start = begin(asked, world)

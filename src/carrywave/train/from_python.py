@@ -41,7 +41,7 @@ from carrywave.train.callbacks import Callback, check_callbacks
 from carrywave.train.finish import shown
 from carrywave.train.fit import carry_out
 from carrywave.train.result import Result
-from carrywave.train.start.opening import Asked
+from carrywave.train.start.opening import RunRequest
 from carrywave.train.start.own_model import Own, own_model
 
 
@@ -116,7 +116,7 @@ def fit(
             raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
         seen = nullcontext(Silent()) if world.rank else watcher_of_call(progress) if watch is None else nullcontext(watch)
         with seen as watching:
-            asked = Asked(
+            asked = RunRequest(
                 full_spec,
                 None if run is None else Path(run),
                 resume,

@@ -27,7 +27,7 @@ from carrywave.train.start.run_source import given_codec, given_reading, open_fo
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunRequest:
     """What a run is asked for, by a command or by a call from Python."""
 
     spec: Spec
@@ -49,7 +49,7 @@ class Asked:
 class Start:
     """What a run starts from, the same on every worker."""
 
-    asked: Asked
+    asked: RunRequest
     world: World
     folder: Run
     spec: Spec
@@ -64,7 +64,7 @@ class Start:
         return self.asked.planned or self.world.size
 
 
-def begin(asked: Asked, world: World) -> Start:
+def begin(asked: RunRequest, world: World) -> Start:
     """Open the run. One that is resumed is owned from here on, unless nothing is to be trained."""
     spec, watch = asked.spec, asked.watch
     folder: Run | None = None

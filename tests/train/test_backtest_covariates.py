@@ -16,12 +16,10 @@ from carrywave.cli.main import app
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
-from carrywave.prediction.backtest import rolled
-from carrywave.prediction.backtest.origins import Rolling, at_origin, long_enough, place_origins, same_past
-from carrywave.prediction.backtest.rolled import readings
-from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
-from carrywave.train.backtest import Backtest, Request, backtest_run, backtest_spec
+from carrywave.train import backtest
+from carrywave.train.backtest import Backtest, RollingOptions, backtest_run, backtest_spec
+from carrywave.train.origins import Rolling, at_origin, long_enough, place_origins
 
 HORIZON, STRIDE, ORIGINS = 3, 2, 3
 QUANTILES = (0.1, 0.5, 0.9)
@@ -103,13 +101,13 @@ def spec_for(file: Path | None, *, missing: str = "error", quantiles: tuple[floa
 
 
 def ask(file: Path, run: Path, **how: Any) -> Backtest:
-    asked = Request(stride=STRIDE, origins=ORIGINS)
+    asked = RollingOptions(stride=STRIDE, origins=ORIGINS)
     known: dict[str, Any] = {"retrain": False, "run": run, "device": "cpu", "watch": None, "note": lambda line: None}
     return backtest_spec(parse(spec_for(file, **how)), None, asked, **known)
 
 
 def rows_of(found: Backtest) -> list[dict[str, Any]]:
-    return list(rolled.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
+    return list(backtest.rows_of(found))
 
 
 def values(rows: list[dict[str, Any]], prefix: str = "") -> list[float]:
@@ -166,20 +164,6 @@ def test_a_table_at_an_origin_is_that_of_a_file_cut_there(missing: str, gaps: bo
     assert any(different) == (missing == "interpolate")  # the others look back
 
 
-def test_only_what_was_known_otherwise_is_read_again(run: Path) -> None:
-    saved = open_run(run, "cpu")
-    table = read(shops({**ROWS, "new": 25}, gaps=True), "interpolate")
-    found = list(readings(table, place_origins(table, ROLLING), range(ORIGINS), saved.task.codec))
-    served = sorted((number, origin) for each in found for number, own in zip(each.numbers, each.origins, strict=True) for origin in own)
-    assert served == [(number, origin) for number in range(3) for origin in range(ORIGINS)]
-    # Of the series in train, only the first origin lies inside gaps that are filled on a line; the new one has a scale at each origin.
-    assert [each.numbers for each in found] == [(0, 1, 2), (0, 1, 2), (2,)]
-    assert found[0].origins == ((1, 2), (1, 2), (2,))
-    whole = read(shops(ROWS), "none")
-    assert len(list(readings(whole, place_origins(whole, ROLLING), range(ORIGINS), saved.task.codec))) == 1
-    assert same_past(known_at(whole, 0), known_at(whole, 2)).tolist() == [True, True]
-
-
 def test_a_forecast_is_that_of_a_file_that_ends_at_its_origin(run: Path, tmp_path: Path) -> None:
     rows = json.loads((run.parent / "rows.json").read_text())
     assert len(rows) == len(ROWS) * ORIGINS * HORIZON
@@ -197,7 +181,7 @@ def test_a_series_that_train_does_not_contain_has_the_scale_of_its_past(run: Pat
     rows, told = {"p": 30, "new": 28}, list[str]()
     frame = shops(rows, gaps=True, seed=8).assign(promo=lambda given: given["promo"].replace("tv", "radio"))
     frame.to_csv(run.parent / "later.csv", index=False)
-    found = backtest_run(run, str(run.parent / "later.csv"), Request(stride=STRIDE, origins=ORIGINS), "cpu", told.append)
+    found = backtest_run(run, str(run.parent / "later.csv"), RollingOptions(stride=STRIDE, origins=ORIGINS), "cpu", told.append)
     for origin in range(ORIGINS):
         lines: list[str] = []
         wanted = cw.predict(run, cut_at(frame, rows, origin), device="cpu", note=lines.append)
@@ -227,7 +211,7 @@ def test_what_was_not_known_at_an_origin_changes_no_forecast_of_it(run: Path, tm
 
     def forecasts(given: pd.DataFrame) -> list[float]:
         given.to_csv(tmp_path / "given.csv", index=False)
-        asked = Request(stride=STRIDE, origins=ORIGINS)
+        asked = RollingOptions(stride=STRIDE, origins=ORIGINS)
         found = backtest_run(run, str(tmp_path / "given.csv"), asked, "cpu", lambda line: None)
         return values(of_origin(rows_of(found), origin))
 
@@ -252,7 +236,7 @@ def test_training_knows_nothing_of_what_came_later(run: Path, tmp_path: Path) ->
 
 
 def test_a_shorter_horizon_leaves_room_for_what_the_model_reads_ahead(run: Path) -> None:
-    asked = Request(horizon=1, stride=STRIDE, origins=ORIGINS)
+    asked = RollingOptions(horizon=1, stride=STRIDE, origins=ORIGINS)
     found = backtest_run(run, str(run.parent / "sales.csv"), asked, "cpu", lambda line: None)
     wanted = [row for row in json.loads((run.parent / "rows.json").read_text()) if row["step"] == 1]
     assert [(row["origin"], row["ds"], row["step"]) for row in rows_of(found)] == [(row["origin"], row["ds"], 1) for row in wanted]

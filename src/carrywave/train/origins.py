@@ -1,4 +1,4 @@
-"""Rolling origins: when forecasts are made, after how many rows of each series, and the table as it was known then. NumPy only."""
+"""Rolling origins of a backtest: when forecasts are made, after how many rows of each series, and the table as it was known then."""
 
 from __future__ import annotations
 
@@ -159,14 +159,13 @@ def cut(table: Table, lengths: Ints, ahead: Ints) -> Table:
     )
 
 
-def at_origin(table: Table, origins: Origins, number: int | Ints) -> Table:
+def at_origin(table: Table, origins: Origins, number: int, *, forecast: bool = False) -> Table:
     """What was known at one of the origins: the rows before it and, where columns are known ahead, these for the horizon after it.
 
-    Empty cells are filled from what was known alone, so those at the end of the past are filled from the values before them. `number` may
-    differ from series to series; one of -1 is left out.
+    With `forecast`, only series that are forecast from it are there. Empty cells are filled from what was known alone, so those at the
+    end of the past are filled from the values before them.
     """
-    at_S = np.broadcast_to(np.asarray(number, np.int64), table.lengths.shape)
-    lengths = np.where(at_S < 0, 0, np.take_along_axis(origins.known_SO, np.maximum(at_S, 0)[:, None], axis=1)[:, 0])
+    lengths = np.where(origins.made_SO[:, number] | (not forecast), origins.known_SO[:, number], 0)
     ahead = np.minimum(table.totals - lengths, origins.rolling.beyond if table.choice.known else 0)
     past = cut(table, lengths, ahead)
     measured = len(table.columns) - len(calendar_columns(table.choice.calendar))
@@ -192,25 +191,3 @@ def _is_ahead(table: Table) -> Mask:
     for start, length, total in zip(table.starts, table.lengths, table.totals, strict=True):
         mask[start + length : start + total] = True
     return mask
-
-
-def same_past(early: Table, late: Table) -> Mask:
-    """Which series have equal rows at an origin and at a later one, where both know them; others had cells filled differently."""
-    columns, codes = (np.array([name in early.choice.known for name in names], np.bool_) for names in (early.columns, early.categorical))
-    every, every_code = np.ones_like(columns), np.ones_like(codes)
-    return np.array(
-        [
-            _alike(early, late, place, 0, int(length), every, every_code)
-            and _alike(early, late, place, int(length), int(total), columns, codes)
-            for place, (length, total) in enumerate(zip(early.lengths, early.totals, strict=True))
-        ],
-        np.bool_,
-    )
-
-
-def _alike(early: Table, late: Table, series: int, first: int, last: int, columns: Mask, codes: Mask) -> bool:
-    """True if some rows of a series, from the first to before the last, are alike in some columns of numbers and of categories."""
-    rows, other = (slice(int(table.starts[series]) + first, int(table.starts[series]) + last) for table in (early, late))
-    if not np.array_equal(early.values[rows][:, columns], late.values[other][:, columns]):
-        return False
-    return np.array_equal(early.codes[rows][:, codes], late.codes[other][:, codes])

@@ -18,13 +18,10 @@ from carrywave.cli.main import app
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, UserError
-from carrywave.prediction.backtest import rolled
-from carrywave.prediction.backtest.origins import Rolling, at_origin, cut, long_enough
-from carrywave.prediction.backtest.rolled import Rolled
-from carrywave.prediction.backtest.scores import scores
 from carrywave.report.backtest_picture import picture
 from carrywave.spec.load import parse
-from carrywave.train.backtest import Backtest, Request, backtest_run, backtest_spec
+from carrywave.train.backtest import Backtest, OriginForecast, RollingOptions, backtest_run, backtest_spec, rows_of, scores
+from carrywave.train.origins import Rolling, at_origin, cut, long_enough
 
 
 def from_matrices(matrices: list[np.ndarray], name: str) -> Table:
@@ -59,10 +56,10 @@ def test_a_table_is_cut_series_by_series() -> None:
         long_enough(table, Rolling(2, 2, 9), before=3)
 
 
-def some(draw: np.random.Generator, quantiles: tuple[float, ...] | None) -> list[Rolled]:
+def some(draw: np.random.Generator, quantiles: tuple[float, ...] | None) -> list[OriginForecast]:
     shape = (3, 2, len(quantiles or (0,)))
     return [
-        Rolled(
+        OriginForecast(
             number,
             origin,
             10,
@@ -141,10 +138,6 @@ def spec_for(file: Path, quantiles: list[float] | None = None) -> dict[str, Any]
     }
 
 
-def rows_of(found: Backtest) -> list[dict[str, Any]]:
-    return list(rolled.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
-
-
 def truncated(file: Path, to: Path, drop: int = 0, after: str = "9999") -> Path:
     """The file without the last rows of each series, or without those after a day."""
     header, *lines = file.read_text().splitlines()
@@ -156,7 +149,7 @@ def truncated(file: Path, to: Path, drop: int = 0, after: str = "9999") -> Path:
 
 
 def ask(file: Path, tmp_path: Path, *, retrain: bool = False, quantiles: list[float] | None = None, **how: Any) -> Backtest:
-    asked = Request(stride=2, origins=3)
+    asked = RollingOptions(stride=2, origins=3)
     known: dict[str, Any] = {"run": tmp_path / "bt", "device": "cpu", "watch": None, "note": print}
     return backtest_spec(parse(spec_for(file, quantiles)), None, asked, retrain=retrain, **(known | how))
 
@@ -165,7 +158,7 @@ def ask(file: Path, tmp_path: Path, *, retrain: bool = False, quantiles: list[fl
 def test_a_forecast_is_that_of_a_file_that_ends_at_its_origin(tmp_path: Path, retrain: bool) -> None:
     file = table(tmp_path / "all.csv", {"a": 40, "b": 33})
     found = ask(file, tmp_path, retrain=retrain, quantiles=[0.1, 0.5, 0.9])
-    rows = rows_of(found)
+    rows = list(rows_of(found))
     assert len(rows) == 2 * 3 * 4
     for origin in range(3):
         known = truncated(file, tmp_path / "known.csv", 4 + (2 - origin) * 2)
@@ -199,9 +192,9 @@ def test_what_comes_later_changes_no_forecast(tmp_path: Path) -> None:
     for place, later in enumerate((0.0, 1000.0)):
         told: list[str] = []
         made = backtest_run(
-            run, str(table(tmp_path / f"new-{place}.csv", {"c": 30}, later=later)), Request(stride=2, origins=3), "cpu", told.append
+            run, str(table(tmp_path / f"new-{place}.csv", {"c": 30}, later=later)), RollingOptions(stride=2, origins=3), "cpu", told.append
         )
-        new.append([row["forecast"] for row in rows_of(made)[:4]])
+        new.append([row["forecast"] for row in list(rows_of(made))[:4]])
         assert any("series c is not in the training data" in line for line in told)
     assert new[0] == new[1]
 
@@ -242,7 +235,7 @@ def test_no_forecast_is_made_by_a_model_that_has_seen_later_days_of_another_seri
     ends = {"b": "2024-02-06", "gone": "2024-01-25"}
     file = table(tmp_path / "all.csv", {"a": 40, "b": 33, "gone": 20}, end=ends)
     told: list[str] = []
-    rows = rows_of(ask(file, tmp_path, retrain=retrain, note=told.append))
+    rows = list(rows_of(ask(file, tmp_path, retrain=retrain, note=told.append)))
     # b ends before the horizon of the second origin does, and of the third; gone before that of the first.
     assert [(row["unique_id"], row["origin"]) for row in rows[::4]] == [
         ("a", "2024-02-01"),
@@ -260,7 +253,7 @@ def test_no_forecast_is_made_by_a_model_that_has_seen_later_days_of_another_seri
         assert [row["forecast"] for row in mine] == pytest.approx([same[row["unique_id"], row["ds"]] for row in mine], rel=1e-6)
     if not retrain:
         again: list[str] = []
-        backtest_run(tmp_path / "bt", str(file), Request(stride=2, origins=3), "cpu", again.append)
+        backtest_run(tmp_path / "bt", str(file), RollingOptions(stride=2, origins=3), "cpu", again.append)
         assert not any("start within" in line for line in again)
 
 
@@ -268,25 +261,27 @@ def test_origins_within_the_training_rows_are_told(tmp_path: Path) -> None:
     file = table(tmp_path / "all.csv", {"a": 40, "b": 33})
     cw.fit(None, file, spec=spec_for(file), run=tmp_path / "run", device="cpu")
     told: list[str] = []
-    found = backtest_run(tmp_path / "run", None, Request(horizon=2, origins=4), "cpu", told.append)
+    found = backtest_run(tmp_path / "run", None, RollingOptions(horizon=2, origins=4), "cpu", told.append)
     assert [line for line in told if line.startswith("4 of 8 forecasts start within the rows that the run was trained on")]
     assert {row["step"] for row in rows_of(found)} == {1, 2}
     with pytest.raises(UserError, match=r"horizon=\.\.\. 9 is more than the 4 steps that the model forecasts; use 4 or less"):
-        backtest_run(tmp_path / "run", None, Request(horizon=9), "cpu", told.append)
+        backtest_run(tmp_path / "run", None, RollingOptions(horizon=9), "cpu", told.append)
 
 
 def test_a_picture_is_xml_in_which_names_are_text() -> None:
     draw = np.random.default_rng(1)
     data = from_matrices([draw.normal(size=(20, 2)) for _ in range(6)], "<script>alert(1)</script>")
     forecasts = [
-        Rolled(n, k, 12 + k, *(draw.normal(size=s) for s in ((3, 2, 2), (3, 2), (3, 2), 2, 2, 2))) for n in range(6) for k in range(2)
+        OriginForecast(n, k, 12 + k, *(draw.normal(size=s) for s in ((3, 2, 2), (3, 2), (3, 2), 2, 2, 2)))
+        for n in range(6)
+        for k in range(2)
     ]
     text = picture(data, forecasts, ["0", "1"], (0.1, 0.9), "a & b <i>")
     root = ElementTree.fromstring(text)
     found = [element.tag.rpartition("}")[2] for element in root.iter()]
     assert "script" not in found
     assert (found.count("polygon"), "a & b <i> (the first 8 of 12)" in "".join(root.itertext())) == (8 * 2, True)
-    flat = [Rolled(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1), np.ones(1))]
+    flat = [OriginForecast(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1), np.ones(1))]
     assert "nan" not in picture(from_matrices([np.ones((8, 1))], "flat"), flat, ["0"], None, "flat")
 
 
