@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import carrywave as cw
 from carrywave.cells.cell import Cell, by_name, names
 from carrywave.errors import DataError, SpecError, UserError
+from carrywave.exporting.comparison import largest_difference
+from carrywave.exporting.onnx_file import runner
 from carrywave.exporting.onnx_graph import graph
 from carrywave.exporting.portable import Portable
 from carrywave.model.encoders import Numbers
@@ -206,10 +208,12 @@ def test_a_state_names_the_parts_of_the_carry(kind: Any) -> None:
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
-def test_a_cell_without_an_onnx_form_is_refused() -> None:
+def test_a_cell_without_an_onnx_operator_is_a_scan_over_its_steps() -> None:
+    pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
     portable = Portable(Model(Numbers(3), Odd(3, 4), Forecast(4, 1, 1)))
-    with pytest.raises(UserError, match="the cell odd has no ONNX form; use --to torch or --to safetensors"):
-        graph(portable)
+    model = graph(portable)
+    assert "Scan" in {node.op_type for node in model.graph.node}
+    assert largest_difference(portable, runner(model.SerializeToString(), portable), what="it") < 1e-5
 
 
 def test_what_a_step_returns_is_checked() -> None:

@@ -13,11 +13,6 @@ from torch.nn.functional import cross_entropy, one_hot
 
 import carrywave as cw
 from carrywave.errors import SpecError, UserError
-from carrywave.exporting.onnx_graph import graph
-from carrywave.exporting.portable import Portable
-from carrywave.model.encoders import Numbers
-from carrywave.model.heads.forecast import Forecast
-from carrywave.model.model import Model
 from carrywave.plan.cost.shipped_profiles import shipped
 from carrywave.plan.cost.stage_costs import Costs, far_off
 from carrywave.plan.cost.units import Units
@@ -109,20 +104,6 @@ def test_from_a_spec() -> None:
     for given, message in cases:
         with pytest.raises(SpecError, match=message):
             parse({"model": given})
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (lambda: cw.SLSTM(3, 4), "the cell slstm has no ONNX form"),
-        (lambda: cw.LSTM(3, 4, num_heads=2), "the cell lstm with num_heads has no ONNX form; use --to torch or --to safetensors"),
-        (lambda: cw.RNN(3, 4, cell_norm=True), "the cell rnn with cell_norm has no ONNX form"),
-        (lambda: cw.LSTM(3, 4, zoneout=0.1), "the cell lstm with zoneout has no ONNX form"),
-    ],
-)
-def test_onnx_is_refused(layers: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        graph(Portable(Model(Numbers(3), layers(), Forecast(4, 1, 1))))
 
 
 def test_the_planner_counts_what_runs_step_by_step() -> None:

@@ -22,41 +22,25 @@ from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
 
-def own_loop(own: bool, encoder: nn.Module | None = None, plan: dict[str, Any] | None = None, turned_on: int | None = None) -> None:
-    """A user's program: all workers are given one batch, or each one of its own, as with DDP. `turned_on`: after three steps the encoder
-    begins to mix, on this rank, or on all of them (-1).
-    """
+def own_loop(own: bool, encoder: nn.Module | None = None, plan: dict[str, Any] | None = None) -> None:
+    """A user's program: all workers are given one batch, or each one of its own, as with DDP."""
     model = cw.Model(encoder or nn.Linear(2, 4), cw.LSTM(4, 4), Head())
     trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.1}, device="cpu", plan=plan)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]) if own else 7)
     batch = cw.Batch.of(torch.randn(5, 6, 2, generator=generator), torch.zeros(5, 6, 4))
-    for number in range(1 if turned_on is None else 6):
-        if number == 4 and turned_on in (int(os.environ["RANK"]), -1):
-            model.encoder.share = 1.0
-        trainer.step(batch)
+    trainer.step(batch)
     leave(trainer.mesh.world)
 
 
 class Mixing(nn.Linear):
     """`dim` 0: over time; 1: over lanes."""
 
-    def __init__(self, dim: int, share: float = 1.0) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__(2, 4)
-        self.dim, self.share = dim, share
+        self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - self.share * x.mean(self.dim, keepdim=True) if self.share else x)
-
-
-class Later:
-    """A callback that lets an encoder mix, on rank 0 only, where callbacks are called."""
-
-    def __init__(self, encoder: Mixing) -> None:
-        self.encoder = encoder
-
-    def on_step(self, at: Any) -> None:
-        if at.step == 2:
-            self.encoder.share = 1.0
+        return super().forward(x - x.mean(self.dim, keepdim=True))
 
 
 class Head(nn.Module):
@@ -69,7 +53,7 @@ class TagHead(nn.Module):
         return nn.functional.cross_entropy(y.flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
 
 
-def fit(run: Path, encoder: nn.Module, **options: Any) -> None:
+def fit(run: Path, encoder: nn.Module) -> None:
     """Our own loop, in which a worker reads only its own lanes: here one."""
     numbers = np.random.default_rng(1).normal(size=(12, 6, 2)).astype(np.float32)
     how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 18}, "train": {"epochs": 1}, "plan": {"replicas": 3}}
@@ -79,7 +63,6 @@ def fit(run: Path, encoder: nn.Module, **options: Any) -> None:
         run=run,
         device="cpu",
         **how,
-        **options,
     )
 
 
@@ -91,10 +74,7 @@ def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {}
     try:
         if "fit" in job:
-            encoder = Mixing(1, 0.0 if "later" in job else 1.0)
-            fit(folder / job["fit"], encoder, **({"callbacks": [Later(encoder)]} if "later" in job else {}))
-        elif "turned_on" in job:
-            own_loop(False, Mixing(job["dim"], 0.0), job["plan"], job["turned_on"])
+            fit(folder / job["fit"], Mixing(1))
         elif "mixing" in job:
             own_loop(False, Mixing(job["mixing"]), job["plan"])
         elif "lanes" in job:

@@ -94,7 +94,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "forecasting, categories": lambda: _categories(StepInputs(3, ((5, 3), (4, 2)), (0, 1, 0, 0))),
     "forecasting, two categories ahead": lambda: _categories(StepInputs(1, ((5, 3), (4, 2)), (0, 1, 0, 1, 0, 1))),
 }
-# Of these, ONNX has no form, nor torch a module.
+# Of these, ONNX has no operator, nor torch a module.
 OWN: dict[str, Callable[[], Model]] = {
     "tagging, norms inside the cell, zoneout": lambda: Model(
         _tokens(), cw.LSTM(6, 8, num_layers=2, cell_norm=True, zoneout=(0.1, 0.3), recurrent_dropout=0.5), Softmax(8, 5)
@@ -107,7 +107,9 @@ OWN: dict[str, Callable[[], Model]] = {
     ),
 }
 WHOLE = ("both ways", "front", "transcription")  # what reads whole sequences has no carry to pass on
-FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if not (stateful and any(word in name for word in WHOLE))]
+NAMES = (*MODELS, *OWN)
+STEPWISE = [name for name in NAMES if not any(word in name for word in WHOLE)]
+FORMS = [*((name, False) for name in NAMES), *((name, True) for name in STEPWISE)]
 
 
 def made(name: str) -> Model:

@@ -36,7 +36,7 @@ def test_parts_of_a_sequence_give_what_the_whole_gives(name: str) -> None:
     lengths = torch.tensor([9, 4, 6, 1])
     given = [*steps, lengths] if whole.takes_lengths else steps
     [expected] = whole(*given)
-    state, outs = [torch.full_like(tensor, 7) for tensor in parts.blank(4)], []  # fresh lanes must not read it
+    state, outs = [torch.full_like(tensor, 7) for tensor in parts.start(4)], []  # fresh lanes must not read it
     for start, stop in ((0, 4), (4, 9)):
         here = (lengths - start).clamp(0, stop - start)
         flags = torch.full((4, 1), start == 0), torch.ones(4, 1, dtype=torch.bool)
@@ -60,5 +60,5 @@ def test_a_lane_that_is_not_ready_keeps_its_state() -> None:
 
 
 def test_both_directions_have_no_state() -> None:
-    with pytest.raises(UserError, match=r"bidirectional layers read whole sequences, .*; export without --stateful"):
+    with pytest.raises(UserError, match=r"bidirectional layers read whole sequences, .*; export whole sequences, with --to onnx"):
         Portable(made("tagging, both ways"), stateful=True)

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _export_models import FORMS, OWN, made
+from _export_models import FORMS, STEPWISE, made
 
 from carrywave.errors import UserError
 from carrywave.exporting import torch_program
-from carrywave.exporting.comparison import largest_difference
+from carrywave.exporting.comparison import largest_difference, largest_step_difference
 from carrywave.exporting.portable import Portable
 from carrywave.kernels.lstm import aten
 
 pytestmark = pytest.mark.slow  # tracing takes seconds
 
 
-@pytest.mark.parametrize(("name", "stateful"), [*FORMS, *((name, False) for name in OWN)])
+@pytest.mark.parametrize(("name", "stateful"), FORMS)
 def test_a_program_computes_what_the_model_computes(name: str, stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)  # as on x86, where the choice of a kernel looks at the number of steps
     portable = Portable(made(name), stateful=stateful)
@@ -34,6 +34,16 @@ def test_a_program_computes_what_the_model_computes(name: str, stateful: bool, m
         with torch.no_grad():
             for right, got in zip(portable(*given), run(given), strict=True):
                 torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", STEPWISE[::3])
+def test_steps_compute_what_the_whole_computes(name: str) -> None:
+    portable = Portable(made(name), step=True)
+    data = torch_program.archive(portable)
+    graph = torch.export.load(io.BytesIO(data)).graph
+    operators = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    assert not {each for each in operators if "lstm" in each or "gru" in each or "scan" in each}
+    assert largest_step_difference(portable, torch_program.runner(data), what="it") < 2e-6
 
 
 def test_what_torch_has_traced_before_does_not_matter_nor_change() -> None:

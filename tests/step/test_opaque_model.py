@@ -180,11 +180,11 @@ def test_a_module_that_reads_padding_is_warned_about() -> None:
     trainer = cw.Trainer(Backwards(), loss=tag_loss)
     trainer.step(full)  # without padding there is nothing to warn about
     with pytest.warns(
-        UserWarning, match=r"the module Backwards reads padding: .* let its forward take lengths \(forward\(self, x, lengths\)\)"
+        UserWarning, match=r"the module Backwards reads padding: .* let its forward take them \(forward\(self, x, lengths\)\)"
     ):
         trainer.step(full, each)
     trainer.step(each)  # once is enough
-    with pytest.warns(UserWarning, match=r"the module Last reads padding: .*; use the lengths to leave out"):
+    with pytest.warns(UserWarning, match=r"the module Last reads padding: .*; use the lengths"):
         cw.Trainer(pooled(Last())).step(batch())
     # Modules that read no padding: a warning would be an error here.
     cw.Trainer(nn.Linear(3, 2), loss=tag_loss).step(each)

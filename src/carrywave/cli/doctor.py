@@ -38,16 +38,12 @@ def doctor(
     devices: Annotated[int | None, typer.Option(metavar="N", help="Workers to start. Default: one for each GPU, or 2 on the CPU.")] = None,
     run: Annotated[str, typer.Option(metavar="DIR", help="Folder of runs, whose disk is examined.")] = "runs",
     meet: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Without a launcher: the address of rank 0, to be tried.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measure a profile for `carrywave plan --profile`, too; takes minutes.")
-    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the report to FILE as JSON; -: print it.")
     ] = None,
 ) -> None:
     """Examine this machine or, under a launcher, the whole cluster: say what is wrong and what to do. Exit code 0 if all is well."""
-    for path in (profile, Path(json_file) if json_file not in (None, "-") else None):
-        output_file.check(path)
+    output_file.check(Path(json_file) if json_file not in (None, "-") else None)
     meeting = None if meet is None else _host_and_port(meet)
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
@@ -63,7 +59,7 @@ def doctor(
     def deliver(report: Report) -> None:
         _show(report, json_file)
 
-    _leave(examine(Request(device.value, run, meeting, profile), deliver, note))
+    _leave(examine(Request(device.value, run, meeting), deliver, note))
 
 
 def _start(device: str, devices: int | None) -> None:
@@ -97,7 +93,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 def _show(report: Any, json_file: str | None) -> None:
     """Print the report, or write it."""
-    from carrywave.doctor.report import MARKS, finding_text, lines
+    from carrywave.doctor.report import MARKS
 
     if json_file is not None:
         text = json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n"
@@ -108,13 +104,13 @@ def _show(report: Any, json_file: str | None) -> None:
             output_file.write(Path(json_file), text)
     console = Console()
     if not console.is_terminal:
-        typer.echo("\n".join(printable(line) for line in lines(report)))
+        typer.echo("\n".join(printable(line) for line in report.lines))
         return
     table = Table(title="carrywave doctor", show_lines=False)
     for name in ("", "what", "found", "do"):
         table.add_column(name, overflow="fold", no_wrap=name in ("", "what"))
     for row in report.rows:
-        text = finding_text(row).removesuffix(f"; {row.remedy}") if row.remedy else finding_text(row)
+        text = row.text.removesuffix(f"; {row.remedy}") if row.remedy else row.text
         table.add_row(f"[{COLOURS[row.level]}]{MARKS[row.level]}[/]", row.what, _text(text), _text(row.remedy))
     console.print(table)
     console.print(report.verdict, markup=False, highlight=False)

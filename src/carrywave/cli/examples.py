@@ -25,7 +25,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "doctor": (
         ("carrywave doctor", "this machine: versions, devices, disks, links"),
         ("carrywave doctor --devices 4 --json report.json", "with four workers, and a report for programs"),
-        ("carrywave doctor --profile machine.json", "also measure a profile to plan with"),
     ),
     "launch": (
         ("carrywave launch --to slurm words.yaml --nodes 2 --devices 8 -o words.sbatch", "a batch script for two nodes of eight GPUs"),
@@ -45,7 +44,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "export": (
         ("carrywave export runs/words --to safetensors -o words", "weights under the names of torch.nn.LSTM"),
-        ("carrywave export runs/words --to onnx --stateful --int8 -o models/words", "for a server: the carry goes in and comes out"),
+        ("carrywave export runs/words --to onnx --stateful -o models/words", "for a server: the carry goes in and comes out"),
         ("carrywave export runs/words --to torch", "a program of torch.export"),
         ("carrywave export runs/words --to c", "one C file: the weights and a function for a step"),
     ),

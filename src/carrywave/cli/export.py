@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import RunArgument, file_of, note
+from carrywave.cli.options import RunArgument, note
 from carrywave.errors import PlanError
 from carrywave.parallel.startup.launcher_env import launched
 
@@ -26,27 +26,15 @@ class To(StrEnum):
 def export(
     run: RunArgument,
     to: Annotated[
-        To,
-        typer.Option(
-            "--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime and Triton, torch for torch.export, c for a C file."
-        ),
+        To, typer.Option("--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime, torch for torch.export, c for a C file.")
     ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="New folder to write. Default: exports/NAME-FORMAT.")
     ] = None,
-    stateful: Annotated[
-        bool, typer.Option("--stateful", help="onnx, torch: the carry goes in and comes out; onnx gets a configuration for Triton.")
-    ] = False,
+    stateful: Annotated[bool, typer.Option("--stateful", help="onnx, torch: the carry goes in and comes out.")] = False,
     step: Annotated[
         bool, typer.Option("--step", help="onnx, torch: one step with its state as inputs and outputs, without recurrent operators.")
     ] = False,
-    int8: Annotated[bool, typer.Option("--int8", help="onnx: quantize the weights, and measure what that costs.")] = False,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="--int8: data to measure the loss on. Default: the first 50,000 targets of the run's valid data."
-        ),
-    ] = None,
 ) -> None:
     """Write the best weights of a run as safetensors, ONNX, a torch.export program or a C file. What is written was run and compared."""
     if launched():
@@ -54,12 +42,7 @@ def export(
     with leaving_at_once():
         from carrywave.exporting.run_export import export_run
 
-    source = None if data is None else file_of(data)
-    exported = export_run(Path(run), to.value, output, stateful=stateful, step=step, int8=int8, data=source, note=note)
+    exported = export_run(Path(run), to.value, output, stateful=stateful, step=step, note=note)
     typer.echo(f"wrote {exported.folder}: {', '.join(exported.files)}")
     if exported.difference is not None:
         typer.echo(f"largest difference from the model: {exported.difference:.1e}")
-    if exported.loss is not None and exported.loss_before is not None:
-        typer.echo(
-            f"loss: {exported.loss_before:.4f} in float32, {exported.loss:.4f} in int8 ({exported.loss - exported.loss_before:+.4f})"
-        )

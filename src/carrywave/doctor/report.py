@@ -1,79 +1,93 @@
-"""The doctor's report: all findings, and what they rest on, as JSON for programs and as lines for people. Torch-free to show."""
+"""What the doctor says: findings, each with a verdict, the fact and a remedy if one is needed; and the report of all. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
-from pydantic_core import to_jsonable_python
+from carrywave.errors import UserError
 
-from carrywave.doctor.finding import Finding, merged, well
-
-if TYPE_CHECKING:
-    from carrywave.doctor.links import MeasuredLink
-    from carrywave.doctor.worker import Worker
-    from carrywave.measure.device_speed import DeviceSpeed
-
-FORMAT = 1
+Level = Literal["fine", "warning", "wrong"]  # a warning costs time or may surprise; what is wrong keeps a run from its work
 MARKS = {"fine": "ok", "warning": "WARNING", "wrong": "WRONG"}
+NAMED = 8  # most ranks or hosts named in a sentence
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check says, in words."""
+
+    level: Level
+    what: str  # what was looked at, in a word or two
+    fact: str
+    remedy: str = ""
+    where: str = ""  # the host or rank it is about; empty: all of them
+
+    @property
+    def text(self) -> str:
+        """Where it holds, the fact and the remedy, as in an error message."""
+        sentence = f"{self.fact}; {self.remedy}" if self.remedy else self.fact
+        named = not self.where or self.fact.startswith(tuple(f"{self.where}{end}" for end in " ;,"))
+        return sentence if named else f"{self.where}: {sentence}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found."""
+    """All findings, and what was measured."""
 
     findings: tuple[Finding, ...]
-    workers: tuple[Worker, ...] = ()
-    speeds: Mapping[int, DeviceSpeed] = field(default_factory=dict)  # by rank
-    links: tuple[MeasuredLink, ...] = ()
-    clocks: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by host: seconds ahead of rank 0, and how uncertain that is
+    workers: Sequence[Mapping[str, Any]] = ()  # rank, host, device, versions, settings
+    measured: Mapping[str, Any] = field(default_factory=dict)  # speeds, links, clocks
 
     @property
     def code(self) -> int:
         """The exit code: 0 if nothing is wrong."""
-        return 0 if well(self.findings) else 1
+        return int(any(finding.level == "wrong" for finding in self.findings))
 
     def to_json(self) -> dict[str, Any]:
-        """The report as a dict that JSON can represent; what is not a number is null."""
-        parts = {
-            "format": FORMAT,
-            "well": self.code == 0,
-            "findings": self.findings,
-            "workers": self.workers,
-            "speeds": [{"rank": rank, **asdict(speed)} for rank, speed in self.speeds.items()],
-            "links": self.links,
-            "clocks": [{"host": host, "ahead_seconds": each[0], "doubt_seconds": each[1]} for host, each in self.clocks.items()],
-        }
-        plain: dict[str, Any] = to_jsonable_python(parts, inf_nan_mode="null")
-        return plain
+        """The report as a dict that JSON can represent."""
+        found = [asdict(finding) for finding in self.findings]
+        return {"format": 2, "well": self.code == 0, "findings": found, "workers": list(self.workers), **self.measured}
 
     @property
     def rows(self) -> list[Finding]:
-        """The findings for people: what several hosts share is reported once."""
-        return merged(self.findings)
+        """The findings for people: those that say the same of several hosts are one."""
+        places: dict[Finding, list[str]] = {}
+        for finding in self.findings:
+            places.setdefault(replace(finding, where=""), []).append(finding.where)
+        return [replace(finding, where=several(list(filter(None, dict.fromkeys(where))))) for finding, where in places.items()]
 
     @property
     def verdict(self) -> str:
         """One line that sums up."""
         wrong, warnings = (sum(row.level == level for row in self.rows) for level in ("wrong", "warning"))
-        beside = f"{warnings} warning{'s' * (warnings != 1)}"
-        if wrong:
-            return f"{wrong} thing{'s are' if wrong > 1 else ' is'} wrong" + (
-                f", and there {'is' if warnings == 1 else 'are'} {beside}" * bool(warnings)
-            )
-        return "all is well" + (f", with {beside}" * bool(warnings))
+        verdict = f"{wrong} thing{'s are' if wrong > 1 else ' is'} wrong" if wrong else "all is well"
+        return verdict + f", with {warnings} warning{'s' * (warnings > 1)}" * bool(warnings)
+
+    @property
+    def lines(self) -> list[str]:
+        """The report as plain lines: one for each finding, and the verdict."""
+        width = max((len(row.what) for row in self.rows), default=0)
+        return [*(f"{MARKS[row.level]:<8}{row.what:<{width}}  {row.text}" for row in self.rows), self.verdict]
 
 
-def lines(report: Report) -> list[str]:
-    """The report as plain lines: one for each finding, and the verdict."""
-    rows = report.rows
-    width = max((len(row.what) for row in rows), default=0)
-    shown = [f"{MARKS[row.level]:<8}{row.what:<{width}}  {finding_text(row)}" for row in rows]
-    return [*shown, report.verdict]
+def of_error(what: str, error: Exception, where: str = "") -> Finding:
+    """The finding for an error; a user error's message is a fact and a remedy."""
+    fact, _, remedy = str(error).strip().partition("; ") if isinstance(error, UserError) else (str(error).strip(), "", "")
+    return Finding("wrong", what, fact.rpartition("\n")[2], remedy, where)
 
 
-def finding_text(row: Finding) -> str:
-    """Where a finding holds, and its sentence."""
-    named = row.fact.startswith(tuple(f"{row.where}{end}" for end in " ;,"))
-    return f"{row.where}: {row.sentence}" if row.where and not named else row.sentence
+def several(names: Iterable[str]) -> str:
+    """A few names as a list in words; the rest are counted."""
+    every = list(names)
+    shown = every[:NAMED] + [f"{len(every) - NAMED} others"] * (len(every) > NAMED)
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else ""
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes in a readable unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

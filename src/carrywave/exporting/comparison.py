@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import UserError
-from carrywave.exporting.portable import ANSWERS, NEXT, OUTPUTS, TIME, Port, Portable, Runner
-from carrywave.exporting.single_step.formula import Formula
+from carrywave.exporting.portable import ANSWERS, OUTPUTS, TIME, Port, Portable, Runner
 from carrywave.model.heads.crf import CRF
 
 SIZES = ((1, 3), (7, 23))  # lanes and steps of the runs that are compared
@@ -26,12 +25,8 @@ ROUNDINGS, MOST = 8.0, 1e-2  # this many times the model's own rounding, and nev
 MOST_OTHER_LABELS = 0.02
 
 
-def largest_difference(portable: Portable, run: Runner, *, what: str, tolerance: float | None = TOLERANCE) -> float:
-    """The largest difference from the model, relative to its largest value if that is above 1; more than the tolerance is an error.
-
-    `tolerance` None: any finite difference will do, as after quantization.
-    """
-    tolerance = math.nextafter(math.inf, 0.0) if tolerance is None else tolerance
+def largest_difference(portable: Portable, run: Runner, *, what: str) -> float:
+    """The largest difference from the model, relative to its largest value if that is above 1; more than the tolerance is an error."""
     definition = copy.deepcopy(portable).double()
     worst = 0.0
     for seed, (lanes, steps) in enumerate(SIZES):
@@ -45,48 +40,35 @@ def largest_difference(portable: Portable, run: Runner, *, what: str, tolerance:
                 right, near, got = (each[:, : portable.model.output_steps(steps)] for each in (right, near, got))
             _check_shape(what, port, got, right)
             right, near, got = (_real(portable, port.shape, inputs, tensor.double()) for tensor in (right, near, got))
-            allowed = with_rounding(tolerance, near, right)
+            allowed = with_rounding(TOLERANCE, near, right)
             worst = max(worst, check_difference(what, port, got, right, allowed, f"{lanes} lanes, {steps} steps"))
     return worst
 
 
-def largest_step_difference(
-    portable: Portable, formula: Formula, run: Runner, *, what: str, tolerance: float = TOLERANCE, sizes: Sequence[tuple[int, int]] = SIZES
-) -> float:
-    """The same for a model that is run a step at a time, each with the state that it returned at the step before.
-
-    `portable` is the stateful form of the model; results and carries are compared at every step.
+def largest_step_difference(portable: Portable, run: Runner, *, what: str, sizes: Sequence[tuple[int, int]] = SIZES) -> float:
+    """The same for a model of single steps, each with the state that came out of the step before: over whole sequences, they answer as the
+    model does that reads all steps at once.
     """
-    definition = copy.deepcopy(portable).double()
-    outputs = {port.name: port for port in formula.outputs}
-    worst = 0.0
+    whole, worst, port = Portable(copy.deepcopy(portable.model).double()), 0.0, portable.outputs[0]
     for seed, (lanes, steps) in enumerate(sizes):
-        all_steps = dict(zip((port.name for port in portable.inputs), portable.sample(lanes, steps, seed), strict=True))
-        state, rounded = [part.double() if part.is_floating_point() else part for part in portable.blank(lanes)], portable.blank(lanes)
-        run_state = formula.initial(lanes)
-        yes, one = torch.ones(lanes, 1, dtype=torch.bool), torch.ones(lanes, dtype=torch.int64)
-        for step in range(steps):
-            inputs = [all_steps[port.name][:, step] for port in formula.step_inputs]
-            with torch.no_grad():
-                wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
-                begins = one, yes if step == 0 else ~yes, yes
-                out, *state = definition(*(tensor[:, None] for tensor in wide), *begins, *state)
-                near, *rounded = portable(*(tensor[:, None] for tensor in inputs), *begins, *rounded)
-            expected, in_float32 = _by_name(portable, out, state), _by_name(portable, near, rounded)
-            got = dict(zip(outputs, run([*inputs, *run_state]), strict=True))
-            run_state = [got[name + NEXT] for name in formula.states]
-            for name in got.keys() & expected.keys():
-                right, allowed = expected[name], with_rounding(tolerance, in_float32[name].double(), expected[name])
-                _check_shape(what, outputs[name], got[name], right)
-                place = f"{lanes} lanes, step {step + 1}"
-                worst = max(worst, check_difference(what, outputs[name], got[name].double(), right, allowed, place))
+        named = dict(zip((each.name for each in whole.inputs), whole.sample(lanes, steps, seed), strict=True))
+        given = [named[each.name].to(each.dtype) for each in portable.read]
+        answers = {}
+        runners: dict[str, Runner] = {"file": run, "model": lambda inputs: portable(*inputs)}
+        for name, answer in runners.items():
+            found, state = [], portable.start(lanes)
+            for step in range(steps):
+                with torch.no_grad():
+                    out, *state = answer([*(each[:, step] for each in given), *state])
+                found.append(out.double())
+            answers[name] = found[-1] if portable.model.pooled else torch.stack(found, dim=1)
+        with torch.no_grad():
+            wide = [each.double() if each.is_floating_point() else each for each in given]
+            [right] = whole(*wide, *([torch.full((lanes,), steps)] if whole.takes_lengths else []))
+        _check_shape(what, port, answers["file"], right)
+        allowed = with_rounding(TOLERANCE, answers["model"], right)
+        worst = max(worst, check_difference(what, port, answers["file"], right, allowed, f"{lanes} lanes, {steps} steps"))
     return worst
-
-
-def _by_name(portable: Portable, out: Tensor, state: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The outputs of one step: the model's answer, and its state after the step."""
-    answer = {portable.outputs[0].name: out if portable.model.pooled else out[:, 0]}
-    return answer | {port.name + NEXT: part for port, part in zip(portable.state, state, strict=True)}
 
 
 def with_rounding(tolerance: float, rounded: Tensor, right: Tensor) -> float:

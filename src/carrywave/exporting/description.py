@@ -7,8 +7,7 @@ from typing import Any
 
 from carrywave import __version__
 from carrywave.data.codec import Codec
-from carrywave.exporting.portable import NEXT, Portable, Ports, step_encoder
-from carrywave.exporting.single_step.formula import Formula
+from carrywave.exporting.portable import NEXT, Portable, step_encoder
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
@@ -31,10 +30,9 @@ from carrywave.tasks.views import Layout
 FORECASTING = ("horizon", "quantiles", "distribution", "season", "residual", "context", "channels", "transform", "standardize")
 
 
-def describe(task: Task, portable: Portable, form: str, precision: str, single: Formula | None = None) -> str:
-    """The description as JSON; `single`: of a single step, with the state before the first."""
+def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
+    """The description as JSON; of a single step, with the state before the first."""
     model = portable.model
-    ports: Ports = portable if single is None else single
     whole: dict[str, Any] = {
         "carrywave": __version__,
         "task": task.spec.task,
@@ -44,14 +42,13 @@ def describe(task: Task, portable: Portable, form: str, precision: str, single: 
     }
     if form != "safetensors":
         whole |= {
-            "inputs": [port.to_json() for port in ports.inputs],
-            "outputs": [port.to_json() for port in ports.outputs],
-            "state": {port.name: port.name + NEXT for port in ports.state},
+            "inputs": [port.to_json() for port in portable.inputs],
+            "outputs": [port.to_json() for port in portable.outputs],
+            "state": {port.name: port.name + NEXT for port in portable.state},
         }
-        if single is not None:
-            whole["initial"] = {
-                name: state.uniform if state.uniform is not None else state.initial.tolist() for name, state in single.states.items()
-            }
+        if portable.step:
+            first = dict(zip(portable.state, (part[0].tolist() for part in portable.start(1)), strict=True))
+            whole["initial"] = {port.name: values[0] if len(set(values)) == 1 else values for port, values in first.items()}
     else:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}

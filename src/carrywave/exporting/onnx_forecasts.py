@@ -36,9 +36,8 @@ def line(nodes: Nodes, part: Line, past_TBCN: str) -> str:
     return nodes.add("Transpose", ahead_TBC1K, perm=[0, 1, 4, 2, 3])
 
 
-def parameters(nodes: Nodes, head: DistributionForecast, out: str) -> str:
+def parameters(nodes: Nodes, head: DistributionForecast, out: str, past_TBCN: str) -> str:
     """The parameters [T, B, K, C, P] of what the layers give for them."""
-    past_TBCN = nodes.add("Transpose", "past", perm=[1, 0, 2, 3]) if head.past_steps else ""
     return _counts(nodes, head, out, past_TBCN) if head.counts else _around(nodes, head, out, past_TBCN)
 
 

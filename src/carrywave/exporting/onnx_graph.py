@@ -7,7 +7,7 @@ C columns, Q quantiles, L characters of a word.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -20,7 +20,7 @@ from carrywave.exporting import onnx_forecasts, onnx_layers, onnx_paths, onnx_po
 from carrywave.exporting.onnx_forecasts import dtype_of
 from carrywave.exporting.onnx_layers import Ends, Lanes
 from carrywave.exporting.onnx_nodes import Nodes
-from carrywave.exporting.portable import NEXT, Portable
+from carrywave.exporting.portable import NEXT, Port, Portable
 from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Softmax
@@ -36,29 +36,30 @@ from carrywave.model.vocabulary.spelled_words import REACH, SpelledWords
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 
 
-def graph(portable: Portable, about: str = "", *, untie: bool = False) -> Any:
-    """The model as an ONNX ModelProto. `untie`: a matrix that embedding and softmax share is stored twice, as quantization needs."""
-    check_size(portable.parameters())
-    return _Graph(portable, untie).build(about)
-
-
-def check_size(weights: Iterable[Tensor]) -> None:
-    """Refuse more weights than one file can hold."""
-    total = sum(weight.nbytes for weight in weights)
+def graph(portable: Portable, about: str = "") -> Any:
+    """The model as an ONNX ModelProto."""
+    total = sum(weight.nbytes for weight in portable.parameters())
     if total > MOST_BYTES:
         raise UserError(
             f"the weights have {total / 1e9:.1f} GB, more than the 2 GB that an ONNX file holds; use --to torch or --to safetensors"
         )
+    return _Graph(portable).build(about)
 
 
 class _Graph:
-    def __init__(self, portable: Portable, untie: bool) -> None:
-        self.portable, self.model, self.untie = portable, portable.model, untie
-        self.nodes = Nodes()
+    def __init__(self, portable: Portable) -> None:
+        self.portable, self.model, self.nodes = portable, portable.model, Nodes()
+        self.read = {port.name: self._time_first(port) for port in portable.read}
+
+    def _time_first(self, port: Port) -> str:
+        """What is read of each step, [T, B, …]."""
+        if self.portable.step:
+            return self.nodes.add("Unsqueeze", port.name, self.nodes.constant([0]))
+        return self.nodes.add("Transpose", port.name, perm=[1, 0, *range(2, len(port.shape))])
 
     def build(self, about: str) -> Any:
         nodes, portable, lstm = self.nodes, self.portable, self.model.lstm
-        x_TB = nodes.add("Transpose", "x", perm=[1, 0, *range(2, len(portable.inputs[0].shape))])
+        x_TB = self.read["x"]
         lanes = self._lanes(x_TB)
         y_TBO, encoder = x_TB, portable.encoder
         if isinstance(encoder, Embedding):
@@ -72,7 +73,7 @@ class _Graph:
             y_TBO, lanes = onnx_layers.front(nodes, self.model.encoder, y_TBO, lanes)
         for layer in range(lstm.num_layers):
             y_TBO, ends = onnx_layers.layer(nodes, lstm, layer, y_TBO, self._carry(layer, lanes), lanes)
-            if portable.stateful:
+            if portable.state:
                 for part, end in zip(lstm.cell.parts, ends, strict=True):
                     nodes.add("Squeeze", end, nodes.constant([0]), name=f"{part}_l{layer}{NEXT}")
         self._head(y_TBO, lanes)
@@ -81,7 +82,7 @@ class _Graph:
     def _categories(self, encoder: Features) -> Iterator[str]:
         """The embeddings of a step's codes, those of neighbours from the same table looked up at once."""
         nodes, first = self.nodes, 0
-        codes_TBF = nodes.add("Transpose", "codes", perm=[1, 0, 2])
+        codes_TBF = self.read["codes"]
         for place, run in groupby(encoder.inputs.places):
             count = len(list(run))
             table = nodes.weight(f"categories.{place}.weight", encoder.tables[place])
@@ -94,7 +95,7 @@ class _Graph:
         nodes, filters, length = self.nodes, encoder.reader, encoder.length
         if not isinstance(filters, nn.Linear):
             raise UserError("model.characters=lstm has no ONNX form; use --to safetensors, or train with model.characters=cnn")
-        codes_TBL = nodes.add("Transpose", "characters", perm=[1, 0, 2])
+        codes_TBL = self.read["characters"]
         edge = REACH // 2
         padded = nodes.add("Pad", codes_TBL, nodes.constant([0, 0, edge, 0, 0, edge]), nodes.constant(EDGE))
         vectors = nodes.add("Gather", nodes.weight("characters.weight", encoder.characters), padded)
@@ -109,6 +110,10 @@ class _Graph:
     def _lanes(self, x_TB: str) -> Lanes:
         nodes = self.nodes
         count = nodes.size(x_TB, 1)
+        if self.portable.step:
+            ones_B, shape = nodes.add("Expand", nodes.constant([1]), count), nodes.add("Concat", nodes.constant([1]), count, axis=0)
+            real_TB = nodes.add("Expand", nodes.constant([[True]], np.bool_), shape)
+            return Lanes(count, ones_B, "", nodes.add("Unsqueeze", real_TB, nodes.constant([2])), one_step=True)
         if not self.portable.takes_lengths:
             return Lanes(count)
         lengths = "lengths"
@@ -119,11 +124,13 @@ class _Graph:
 
     def _carry(self, layer: int, lanes: Lanes) -> Ends | None:
         """The carry that comes in, replaced by the initial one where a lane is fresh."""
-        if not self.portable.stateful:
+        if not self.portable.state:
             return None
         nodes = self.nodes
+        entering = [nodes.add("Unsqueeze", f"{part}_l{layer}", nodes.constant([0])) for part in self.model.lstm.cell.parts]
+        if self.portable.step:
+            return entering
         begin = onnx_layers.initial(nodes, self.model.lstm, layer, lanes)
-        entering = (nodes.add("Unsqueeze", f"{part}_l{layer}", nodes.constant([0])) for part in self.model.lstm.cell.parts)
         return [nodes.add("Where", "fresh", new, old) for new, old in zip(begin, entering, strict=True)]
 
     def _head(self, y_TBW: str, lanes: Lanes) -> None:
@@ -134,7 +141,7 @@ class _Graph:
             return
         if isinstance(head, Softmax):
             bias = None if head.bias is None else ("head.bias", head.bias)
-            tied = isinstance(self.model.encoder, Embedding) and head.weight is self.model.encoder.weight and not self.untie
+            tied = isinstance(self.model.encoder, Embedding) and head.weight is self.model.encoder.weight
             out = nodes.linear(y_TBW, "embedding.weight" if tied else "head.weight", head.weight, bias, shared=tied)
         elif isinstance(head, AdaptiveSoftmax):
             out = self._adaptive(head, y_TBW)
@@ -142,10 +149,12 @@ class _Graph:
             out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
         elif isinstance(head, DistributionForecast):
             raw = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
-            out = onnx_forecasts.parameters(nodes, head, nodes.reshape(raw, 0, 0, head.horizon, head.outputs, -1))
+            out = onnx_forecasts.parameters(
+                nodes, head, nodes.reshape(raw, 0, 0, head.horizon, head.outputs, -1), self.read.get("past", "")
+            )
         elif isinstance(head, CRF):
             out = nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias))
-            out = out if head.words is None else nodes.add("Add", out, onnx_words.scores(nodes, head.words, lanes))
+            out = out if head.words is None else nodes.add("Add", out, onnx_words.scores(nodes, head.words, self.read["characters"], lanes))
             out = onnx_paths.best_paths(nodes, head, out, lanes)
         elif isinstance(head, Ctc):
             out = self._transcription(head, y_TBW, lanes)
@@ -153,17 +162,22 @@ class _Graph:
             out = self._forecast(head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)))
         else:
             raise UserError(f"the head {type(head).__name__} has no ONNX form; use --to torch or --to safetensors")
-        nodes.add("Transpose", out, name=result.name, perm=[1, 0, *range(2, len(result.shape))])
+        if self.portable.step:
+            nodes.add("Squeeze", out, nodes.constant([0]), name=result.name)
+        else:
+            nodes.add("Transpose", out, name=result.name, perm=[1, 0, *range(2, len(result.shape))])
 
     def _pooled(self, head: Pooled, y_TBW: str, lanes: Lanes) -> str:
         """What a pooled head reads; the accumulator comes in and goes on if there is a state."""
         nodes, seen = self.nodes, None
-        if self.portable.stateful:
+        if self.portable.step:
+            seen = onnx_pooling.PooledSoFar("pooled", "count")
+        elif self.portable.stateful:
             zero = nodes.constant(0.0, dtype_of(head))
             count_B1 = nodes.add("Where", "fresh", nodes.constant(0), "count")
-            seen = onnx_pooling.Seen(nodes.add("Where", "fresh", zero, "pooled"), count_B1)
+            seen = onnx_pooling.PooledSoFar(nodes.add("Where", "fresh", zero, "pooled"), count_B1)
         pooled_BW, after = onnx_pooling.pooled(nodes, head, y_TBW, lanes, seen)
-        if self.portable.stateful:
+        if self.portable.state:
             nodes.add("Identity", after.row_BR, name=f"pooled{NEXT}")
             nodes.add("Identity", after.count_B1, name=f"count{NEXT}")
         return pooled_BW
@@ -173,7 +187,7 @@ class _Graph:
         out = nodes.reshape(out, 0, 0, head.horizon, head.outputs, len(head.quantiles or (0.5,)))
         out = out if head.quantiles is None else self._quantiles(head, out)
         if head.past_steps:
-            past_TBCN = nodes.add("Transpose", "past", perm=[1, 0, 2, 3])
+            past_TBCN = self.read["past"]
             out = nodes.add("Mul", out, onnx_forecasts.deviation(nodes, past_TBCN, dtype_of(head))) if head.scaled else out
             out = out if head.line is None else nodes.add("Add", out, onnx_forecasts.line(nodes, head.line, past_TBCN))
         return out if head.quantiles is not None else nodes.add("Squeeze", out, nodes.constant([4]))

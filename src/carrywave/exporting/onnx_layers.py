@@ -1,5 +1,5 @@
-"""Layers as ONNX nodes: one node for each layer, with the operator that its cell names, or, for an LSTM with a projection, which ONNX's
-operator does not have, a `Scan`.
+"""Layers as ONNX nodes: one node for each layer, with the operator that its cell names, or, where ONNX has none for what a layer computes,
+a `Scan` over the cell's own step.
 
 Shapes: T time, B lane, I input, H hidden, G = gates · H, P output width (the projection, or H), D directions.
 """
@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from carrywave.cells import lstm as lstm_cell
 from carrywave.cells.cell import OnnxForm
-from carrywave.errors import UserError
 from carrywave.exporting.onnx_nodes import Nodes
+from carrywave.exporting.onnx_steps import SymbolicWeights, after_step
 from carrywave.exporting.portable import BATCH, Port
 from carrywave.kernels.weights import LayerWeights
 from carrywave.model.over_time.front import FARTHEST, LEAST_SQUARE, Front, SequenceNorm
@@ -31,6 +30,7 @@ class Lanes(NamedTuple):
     lengths: str | None = None
     lengths32: str = ""
     real_TB1: str | None = None
+    one_step: bool = False  # of each lane, in plain operators
 
 
 Ends = Sequence[str]  # the carry of a layer: [D, B, P] for its first part, [D, B, H] for the others
@@ -41,13 +41,11 @@ def layer(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends |
     initial one.
     """
     name, form = f"lstm.l{index}", layers.cell.onnx
-    projected = "a projection" if layers.proj_size and layers.cell is not lstm_cell.CELL else ""
-    if form is None or (option := beyond_cell(layers) or projected):
-        what = f" with {option}" if form is not None else ""
-        raise UserError(f"the cell {layers.cell.name}{what} has no ONNX form; use --to torch or --to safetensors, or --step")
     carry = carry or initial(nodes, layers, index, lanes)
-    if layers.proj_size:
-        y_TBO, ends = _projected(nodes, layers, index, x_TBI, carry, lanes)
+    if lanes.one_step:
+        y_TBO, ends = _one_step(nodes, layers, index, x_TBI, carry)
+    elif form is None or beyond_cell(layers) or layers.proj_size:
+        y_TBO, ends = _scanned(nodes, layers, index, x_TBI, carry, lanes)
     else:
         directions = layers.weights(index)
         w_DGI, r_DGH, b_DG = (_stacked(directions, part, form) for part in range(3))
@@ -59,7 +57,7 @@ def layer(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends |
         nodes.add_many(form.operator, [*inputs, lanes.lengths32, *carry], outputs, **attributes, name=name)
         y_TBDP = nodes.add("Transpose", outputs[0], perm=[0, 2, 1, 3])
         y_TBO, ends = nodes.reshape(y_TBDP, 0, 0, -1), outputs[1:]
-    if lanes.lengths is not None:
+    if lanes.lengths is not None and not lanes.one_step:
         # A lane without real steps keeps its carry; runtimes return zeros for it.
         some_B1 = nodes.add("Unsqueeze", nodes.add("Greater", lanes.lengths, nodes.constant(0)), nodes.constant([1]))
         ends = [nodes.add("Where", some_B1, end, start) for end, start in zip(ends, carry, strict=True)]
@@ -156,19 +154,28 @@ def _in_order(weight: Tensor, form: OnnxForm) -> Tensor:
     return torch.cat([gates[gate] for gate in form.order])
 
 
-def _projected(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends, lanes: Lanes) -> tuple[str, Ends]:
-    """An LSTM layer with a projection. The reverse direction runs forward over lanes that are turned round within their lengths."""
-    ys, hs, cs = [], [], []
+def _one_step(nodes: Nodes, layers: Recurrent, index: int, x_1BI: str, carry: Ends) -> tuple[str, Ends]:
+    """A single step of a layer, in plain operators."""
+    first = nodes.constant([0])
+    weights = SymbolicWeights(nodes, f"lstm.l{index}", layers.weights(index)[0], layers.outputs(index))
+    given = [weights.row(nodes.add("Squeeze", part, first)) for part in carry]
+    after = after_step(layers, weights.inputs(weights.row(nodes.add("Squeeze", x_1BI, first))), given, weights)
+    ends = [nodes.add("Unsqueeze", part, first) for part in after]
+    return ends[0], ends
+
+
+def _scanned(nodes: Nodes, layers: Recurrent, index: int, x_TBI: str, carry: Ends, lanes: Lanes) -> tuple[str, Ends]:
+    """A layer step by step. The reverse direction runs forward over lanes that are turned round within their lengths."""
+    ys, ends = [], []
     for direction, weights in enumerate(layers.weights(index)):
         x_read = x_TBI if direction == 0 else _turned(nodes, x_TBI, lanes)
         start = [nodes.add("Gather", part, nodes.constant(direction), axis=0) for part in carry]
-        y_TBP, h_BP, c_BH = _scan(nodes, f"lstm.l{index}.d{direction}", x_read, start, weights, lanes)
+        y_TBP, *parts = _scan(nodes, layers, f"lstm.l{index}.d{direction}", x_read, start, weights, lanes)
         ys.append(y_TBP if direction == 0 else _turned(nodes, y_TBP, lanes))
-        hs.append(nodes.add("Unsqueeze", h_BP, nodes.constant([0])))
-        cs.append(nodes.add("Unsqueeze", c_BH, nodes.constant([0])))
+        ends.append([nodes.add("Unsqueeze", part, nodes.constant([0])) for part in parts])
     if len(ys) == 1:
-        return ys[0], [hs[0], cs[0]]
-    return nodes.add("Concat", *ys, axis=-1), [nodes.add("Concat", *each, axis=0) for each in (hs, cs)]
+        return ys[0], ends[0]
+    return nodes.add("Concat", *ys, axis=-1), [nodes.add("Concat", *parts, axis=0) for parts in zip(*ends, strict=True)]
 
 
 def _turned(nodes: Nodes, x_TBI: str, lanes: Lanes) -> str:
@@ -176,44 +183,28 @@ def _turned(nodes: Nodes, x_TBI: str, lanes: Lanes) -> str:
     return nodes.add("ReverseSequence", x_TBI, lanes.lengths, batch_axis=1, time_axis=0)
 
 
-def _scan(nodes: Nodes, name: str, x_TBI: str, start: list[str], weights: LayerWeights, lanes: Lanes) -> list[str]:
-    """One direction: outputs [T, B, P], and h and c at the end."""
-    assert weights.w_hr is not None
-    hidden, dtype = weights.w_ih.shape[0] // 4, weights.w_ih.dtype
-    bias = None if weights.b_ih is None or weights.b_hh is None else (f"{name}.b", (weights.b_ih + weights.b_hh).detach())
-    gates_TBG = nodes.linear(x_TBI, f"{name}.w_ih", weights.w_ih, bias)
+def _scan(nodes: Nodes, layers: Recurrent, name: str, x_TBI: str, start: list[str], weights: LayerWeights, lanes: Lanes) -> list[str]:
+    """One direction: outputs [T, B, P], and the parts of the carry at the end."""
+    dtype, hidden = weights.w_ih.dtype, weights.w_ih.shape[0] // layers.cell.gates
+    outer = SymbolicWeights(nodes, name, weights, layers.proj_size or hidden)
+    gates_TBG = outer.inputs(outer.row(x_TBI)).name
     body = Nodes(nodes)
-    h, c, step, real = (body.name(stem) for stem in ("h", "c", "gates", "real"))
-    product = body.add("MatMul", h, nodes.weight(f"{name}.w_hh.T", weights.w_hh.T))
-    parts = [body.name("gate") for _ in range(4)]
-    sizes = nodes.constant([hidden] * 4)
-    body.add_many("Split", [body.add("Add", step, product), sizes], parts, axis=-1)
-    i, f, o = (body.add("Sigmoid", parts[gate]) for gate in (0, 1, 3))
-    next_c = body.add("Add", body.add("Mul", f, c), body.add("Mul", i, body.add("Tanh", parts[2])))
-    wide = body.add("Mul", o, body.add("Tanh", next_c))
-    next_h = body.add("MatMul", wide, nodes.weight(f"{name}.w_hr.T", weights.w_hr.T))
-    y = body.add("Identity", next_h)
-    scanned, ports = [gates_TBG], [Port(step, dtype, (BATCH, 4 * hidden))]
+    inner = SymbolicWeights(body, name, weights, outer.width)
+    step, real, *before = (body.name(stem) for stem in ("gates", "real", *layers.cell.parts))
+    after = [body.add("Identity", part) for part in after_step(layers, inner.row(step), [inner.row(part) for part in before], inner)]
+    y = body.add("Identity", after[0])
+    scanned, ports = [gates_TBG], [Port(step, dtype, (BATCH, weights.w_ih.shape[0]))]
     if lanes.real_TB1 is not None:
-        next_h, next_c = (body.add("Where", real, new, old) for new, old in ((next_h, h), (next_c, c)))
         y = body.add("Where", real, y, nodes.constant(0.0, _numpy(dtype)))
+        after = [body.add("Where", real, new, old) for new, old in zip(after, before, strict=True)]
         scanned.append(lanes.real_TB1)
         ports.append(Port(real, torch.bool, (BATCH, 1)))
-    else:
-        next_h = body.add("Identity", next_h)
-    width = weights.w_hr.shape[0]
-    carried = [Port(h, dtype, (BATCH, width)), Port(c, dtype, (BATCH, hidden))]
-    ended = [Port(next_h, dtype, (BATCH, width)), Port(next_c, dtype, (BATCH, hidden)), Port(y, dtype, (BATCH, width))]
-    outputs = [nodes.name(f"{name}.{part}") for part in ("h", "c", "y")]
-    nodes.add_many(
-        "Scan",
-        [*start, *scanned],
-        outputs,
-        body=body.body(nodes.name("step"), [*carried, *ports], ended),
-        num_scan_inputs=len(scanned),
-        name=name,
-    )
-    return [outputs[2], outputs[0], outputs[1]]
+    widths = layers.cell.widths(hidden, layers.proj_size)
+    carried, ended = ([Port(part, dtype, (BATCH, width)) for part, width in zip(parts, widths, strict=True)] for parts in (before, after))
+    of_body = body.body(nodes.name("step"), [*carried, *ports], [*ended, Port(y, dtype, (BATCH, widths[0]))])
+    outputs = [nodes.name(f"{name}.{part}") for part in (*layers.cell.parts, "y")]
+    nodes.add_many("Scan", [*start, *scanned], outputs, body=of_body, num_scan_inputs=len(scanned), name=name)
+    return [outputs[-1], *outputs[:-1]]
 
 
 def _numpy(dtype: torch.dtype) -> str:

@@ -14,20 +14,20 @@ from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.model.heads.pooled import Pooled
 
 
-class Seen(NamedTuple):
+class PooledSoFar(NamedTuple):
     """What was seen of each lane: its row, and the number of its steps."""
 
     row_BR: str
     count_B1: str
 
 
-def pooled(nodes: Nodes, head: Pooled, y_TBW: str, lanes: Lanes, seen: Seen | None) -> tuple[str, Seen]:
+def pooled(nodes: Nodes, head: Pooled, y_TBW: str, lanes: Lanes, seen: PooledSoFar | None) -> tuple[str, PooledSoFar]:
     """What the head reads of each lane, and what was seen of it afterwards; without `seen`, sequences begin here."""
     return _Pooling(nodes, head, y_TBW, lanes, seen).build()
 
 
 class _Pooling:
-    def __init__(self, nodes: Nodes, head: Pooled, y_TBW: str, lanes: Lanes, seen: Seen | None) -> None:
+    def __init__(self, nodes: Nodes, head: Pooled, y_TBW: str, lanes: Lanes, seen: PooledSoFar | None) -> None:
         assert lanes.lengths is not None
         assert lanes.real_TB1 is not None
         self.nodes, self.head, self.y_TBW, self.seen = nodes, head, y_TBW, seen
@@ -38,7 +38,7 @@ class _Pooling:
         self.some_B1 = nodes.add("Greater", self.lengths_B1, nodes.constant(0))
         self.count_B1 = self.lengths_B1 if seen is None else nodes.add("Add", seen.count_B1, self.lengths_B1)
 
-    def build(self) -> tuple[str, Seen]:
+    def build(self) -> tuple[str, PooledSoFar]:
         nodes, width, pool = self.nodes, self.head.width, self.head.pooling
         row_BR = None if self.seen is None else self.seen.row_BR
         match pool:
@@ -56,7 +56,7 @@ class _Pooling:
                 pooled, row_BR = self.attended(row_BR)
             case _:
                 pooled = row_BR = self.last(row_BR or self.zero)
-        return pooled, Seen(row_BR, self.count_B1)
+        return pooled, PooledSoFar(row_BR, self.count_B1)
 
     def number(self, value: float) -> str:
         return self.nodes.constant(value, self.dtype)

@@ -12,12 +12,12 @@ from carrywave.model.heads import word_scores
 from carrywave.model.heads.word_scores import AFFIX, PRIME, WordScores
 
 
-def scores(nodes: Nodes, words: WordScores, lanes: Lanes) -> str:
+def scores(nodes: Nodes, words: WordScores, characters_TBL: str, lanes: Lanes) -> str:
     """[T, B, V], from the characters of each word."""
     assert lanes.real_TB1 is not None  # a CRF takes lengths
     length, edge = len(words.powers), nodes.constant(EDGE)
     powers_L = nodes.weight("word_scores.powers", words.powers)
-    codes_TBL = nodes.add("Where", lanes.real_TB1, nodes.add("Transpose", "characters", perm=[1, 0, 2]), edge)
+    codes_TBL = nodes.add("Where", lanes.real_TB1, characters_TBL, edge)
     small_TBL, kind_TBL = (
         nodes.add("Gather", nodes.weight(f"word_scores.{name}", table), codes_TBL)
         for name, table in (("small", words.small), ("kind", words.kind))

@@ -1,7 +1,8 @@
 """`Portable`: a trained model as other runtimes see it, with named tensors in and out and lanes first.
 
 It defines what every export must compute. `stateful`: one call reads one part of each sequence; the carry goes in and comes out, `fresh`
-lanes start a new sequence, and lanes that are not `ready` keep their state.
+lanes start a new sequence, and lanes that are not `ready` keep their state. `step`: one call reads one step, by the definition of the cell,
+so that a trace of it has no recurrent operator.
 
 Shapes: T time, B lane ("batch" to other runtimes).
 """
@@ -9,14 +10,16 @@ Shapes: T time, B lane ("batch" to other runtimes).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from carrywave.data.text.spelling import EDGE, FIRST
 from carrywave.errors import UserError
+from carrywave.kernels import reference
+from carrywave.kernels.reference import Rest
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
@@ -64,22 +67,6 @@ class Port:
         return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
 
 
-class Ports(Protocol):
-    """Whatever has tensors that go in and come out."""
-
-    @property
-    def inputs(self) -> tuple[Port, ...]:
-        """What goes in."""
-
-    @property
-    def outputs(self) -> tuple[Port, ...]:
-        """What comes out."""
-
-    @property
-    def state(self) -> tuple[Port, ...]:
-        """Those of the inputs that come out again after each call."""
-
-
 def step_encoder(model: Model) -> nn.Module | None:
     """What encodes single steps: the encoder, or what a front has before it; None: numbers go into the front as they are."""
     return model.encoder.step_encoder if isinstance(model.encoder, Front) else model.encoder
@@ -87,31 +74,34 @@ def step_encoder(model: Model) -> nn.Module | None:
 
 class Portable(nn.Module):
     """A model behind ports: x [B, T, …], characters [B, T, L] of words or codes [B, T, K] of categories if it reads any, past values
-    [B, T, C, N] if its head does and, where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state.
+    [B, T, C, N] if its head does and, where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state; of one step, no T
+    and the state.
     """
 
-    def __init__(self, model: Model, *, stateful: bool = False) -> None:
+    def __init__(self, model: Model, *, stateful: bool = False, step: bool = False) -> None:
         super().__init__()
-        if stateful and model.reads_whole:
+        if (stateful or step) and model.reads_whole:
             reader = "a front reads" if model.has_front else "the head reads" if model.whole_head else "bidirectional layers read"
-            raise UserError(f"{reader} whole sequences, so there is no carry to pass on; export without --stateful")
+            raise UserError(
+                f"{reader} whole sequences, so there is no carry to pass on; export whole sequences, with --to onnx or --to torch alone"
+            )
         if type(model.head) not in OUTPUTS or not isinstance(step_encoder(model), Embedding | SpelledWords | Numbers | Features | None):
             parts = f"{type(model.encoder).__name__} and {type(model.head).__name__}"
             raise UserError(f"{parts} are not carrywave's own encoder and head, which alone can be exported; export your module yourself")
         self.model = model
-        self.stateful = stateful
+        self.stateful, self.step = stateful, step
         dtype = model.lstm.dtype
-        step = self._step(dtype)
         # Elsewhere padding at the end of a lane changes none of its real outputs.
-        self.takes_lengths = stateful or model.pooled or model.reads_whole
+        self.takes_lengths = not step and (stateful or model.pooled or model.reads_whole)
         lengths = (Port("lengths", torch.int64, (BATCH,)),) if self.takes_lengths else ()
         flags = tuple(Port(name, torch.bool, (BATCH, 1)) for name in ("fresh", "ready")) if stateful else ()
-        self.state: tuple[Port, ...] = self._state(dtype) if stateful else ()
+        self.state: tuple[Port, ...] = self._state(dtype) if stateful or step else ()
         head = model.head if isinstance(model.head, Forecast) and model.head.past_steps else None
-        self.past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.past_columns, head.past_steps)),)
-        self.inputs: tuple[Port, ...] = (*step, *self.past, *lengths, *flags, *self.state)
+        past = () if head is None else (Port("past", dtype, (BATCH, TIME, head.past_columns, head.past_steps)),)
+        self.read = tuple(self._timed(port) for port in (*self._encoded(dtype), *past))  # what is read of each step
+        self.inputs: tuple[Port, ...] = (*self.read, *lengths, *flags, *self.state)
         kind = torch.int64 if isinstance(model.head, CRF) else dtype
-        result = Port(OUTPUTS[type(model.head)], kind, self._result())
+        result = self._timed(Port(OUTPUTS[type(model.head)], kind, self._result()))
         self.outputs: tuple[Port, ...] = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
 
     @property
@@ -119,7 +109,11 @@ class Portable(nn.Module):
         """What encodes single steps."""
         return step_encoder(self.model)
 
-    def _step(self, dtype: torch.dtype) -> tuple[Port, ...]:
+    def _timed(self, port: Port) -> Port:
+        """A port of many steps as it is of this model: a single step has no time."""
+        return replace(port, shape=tuple(size for size in port.shape if size != TIME)) if self.step else port
+
+    def _encoded(self, dtype: torch.dtype) -> tuple[Port, ...]:
         encoder = self.encoder
         if isinstance(encoder, Embedding):
             return (Port("x", torch.int64, (BATCH, TIME)),)
@@ -160,6 +154,8 @@ class Portable(nn.Module):
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The outputs for these inputs, both in the order of the ports."""
         named = dict(zip((port.name for port in self.inputs), given, strict=True))
+        if self.step:
+            named |= {port.name: named[port.name][:, None] for port in self.read}
         x = named["x"]
         if "codes" in named:
             x = torch.cat([x, named["codes"].to(x.dtype)], dim=-1)  # as data is stored: float32 holds every code below 2**24
@@ -170,48 +166,59 @@ class Portable(nn.Module):
             # Two steps are left of any sequence then: torch.export takes a size that may be 1 for another case. Padding changes nothing.
             x = torch.cat([x, x.new_zeros(self.model.stride, *x.shape[1:])])
         lengths_B, fresh_B, state = named.get("lengths"), None, None
+        if self.state:
+            cell, layers = self.model.lstm.cell, range(self.model.lstm.num_layers)
+            carries = tuple(cell.carry(*(named[f"{part}_l{layer}"][None] for part in cell.parts)) for layer in layers)
+            state = State(carries, (named["pooled"], named["count"][:, 0]) if self.model.pooled else None)
         if self.stateful:
             assert lengths_B is not None
             lengths_B = torch.where(named["ready"][:, 0], lengths_B, 0)
             fresh_B = named["fresh"][:, 0]
-            cell, layers = self.model.lstm.cell, range(self.model.lstm.num_layers)
-            carries = tuple(cell.carry(*(named[f"{part}_l{layer}"][None] for part in cell.parts)) for layer in layers)
-            state = State(carries, (named["pooled"], named["count"][:, 0]) if self.model.pooled else None)
-        y, state = self.model(x, state, lengths_B, fresh=fresh_B)
+        y, state = self._one_step(x, state) if self.step else self.model(x, state, lengths_B, fresh=fresh_B)
         lengths = lengths_B if self.model.whole_head else None
         past = named.get("past")
         if isinstance(self.model.head, CRF) and self.model.head.past_steps:
             past = named["characters"][..., None]
         out = self.model.output(y, state, lengths, past=None if past is None else past.transpose(0, 1))
-        out = out if self.model.pooled and not self.model.whole_head else out.transpose(0, 1)
-        if not self.stateful:
+        out = out if self.model.pooled and not self.model.whole_head else out[0] if self.step else out.transpose(0, 1)
+        if not self.state:
             return (out,)
         carried = [part[0] for carry in state.carries for part in carry]
         return out, *carried, *((state.acc[0], state.acc[1][:, None]) if self.model.pooled else ())
 
-    def step_of(self, inputs_TB: Tensor, history: Tensor | None = None) -> dict[str, Tensor]:
-        """The inputs of a batch, [T, B, …], and its past values under the names of their ports."""
-        inputs = inputs_TB.transpose(0, 1)
-        past = {} if history is None else {"past": history.unfold(0, history.shape[0] - len(inputs_TB) + 1, 1).transpose(0, 1)}
-        if isinstance(self.encoder, SpelledWords):
-            return {"x": inputs[..., 0], "characters": inputs[..., 1:]}
-        if not isinstance(self.encoder, Features):
-            return {"x": inputs} | past
-        numbers = self.encoder.inputs.numbers
-        return {"x": inputs[..., :numbers], "codes": inputs[..., numbers:]} | past
+    def _one_step(self, x_1B: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """What the head reads at one step, [1, B, W], and the state after it."""
+        assert state is not None
+        lstm, y_BO, ends = self.model.lstm, self.model.encoder(x_1B)[0], []
+        for index, carry in enumerate(state.carries):
+            [weights] = lstm.weights(index)
+            rest = Rest(lstm.cell, weights.by_heads(carry[0].shape[-1]), shares=lstm.zoneout)
+            after, y_BO = reference.step({"gates": weights.inputs(y_BO)}, rest, [part[0] for part in carry])
+            ends.append(lstm.cell.carry(*(part[None] for part in after)))
+            y_BO = getattr(lstm, f"norm_l{index}")(y_BO) if lstm.layer_norm else y_BO
+        head, acc = self.model.head, state.acc
+        if isinstance(head, Pooled):
+            assert acc is not None
+            acc = head.pool(y_BO[None], torch.ones_like(acc[1]), (acc[0], acc[1]))
+        return y_BO[None], State(tuple(ends), acc)
 
-    def blank(self, lanes: int) -> list[Tensor]:
-        """A state of zeros; `fresh` lanes do not read it."""
-        return [torch.zeros(lanes, *map(int, port.shape[1:]), dtype=port.dtype) for port in self.state]
+    def start(self, lanes: int) -> list[Tensor]:
+        """The state before the first step."""
+        carries = [part[0].detach() for carry in self.model.lstm.initial(lanes) for part in carry]
+        return [*carries, *(torch.zeros(lanes, *map(int, port.shape[1:]), dtype=port.dtype) for port in self.state[len(carries) :])]
 
     def sample(self, lanes: int, steps: int, seed: int) -> list[Tensor]:
         """Inputs of this size: random, with lanes of different lengths, of which the first is full and one, if there are several, empty."""
-        draw = torch.Generator().manual_seed(seed)
-        sizes = {BATCH: lanes, TIME: steps}
+        draw, sizes = torch.Generator().manual_seed(seed), {BATCH: lanes, TIME: steps}
+        cell = self.model.lstm.cell
+        bound = [part for part in cell.parts if part not in cell.free_parts]  # whose values are possible only together with others
+        first = {port.name: part for port, part in zip(self.state, self.start(lanes), strict=False)}
         tensors = []
         for port in self.inputs:
             shape = [sizes[size] if isinstance(size, str) else size for size in port.shape]
-            if port.name == "x" and (words := token_embedding(self.encoder)) is not None:
+            if port.name.partition("_l")[0] in bound:
+                tensors.append(first[port.name])
+            elif port.name == "x" and (words := token_embedding(self.encoder)) is not None:
                 tensors.append(torch.randint(words.vocabulary, shape, generator=draw))
             elif port.name == "characters" and isinstance(self.encoder, SpelledWords):
                 tensors.append(torch.randint(FIRST, self.encoder.codes, shape, generator=draw))

@@ -24,13 +24,11 @@ class Exchange(IntEnum):
 
     TEXT = 1  # texts follow, of which it has the length
     INPUTS = 2  # nothing follows: checksums of what a step or an evaluation is given
-    FLAG = 3  # nothing follows: one flag
 
 
 DOES = {
     Exchange.TEXT: "creates a trainer, or reads or writes the state of one",
     Exchange.INPUTS: "takes a step or evaluates",
-    Exchange.FLAG: "checks the modules of a model",
 }
 
 

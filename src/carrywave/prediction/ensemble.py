@@ -49,8 +49,8 @@ def open_members(paths: Sequence[Path | str], device: str, world: World) -> list
     members = [open_run(path, device, world=world, whole=True) for path in paths]
     for member in members:
         if member.spec.model.crf or member.spec.task == "transcription":
-            what = "chooses whole sequences of labels" if member.spec.model.crf else "puts each label at a step of its own"
-            raise UserError(f"{member.run.path} {what}, so that it has no probabilities that could be averaged; pass one run")
+            what = "chooses whole sequences of labels (model.crf)" if member.spec.model.crf else "puts each label at a step of its own"
+            raise UserError(f"{member.run.path} {what}, and has no probabilities of single ones to average; pass one run")
         _check_alike(members[0], member)
     return members
 
@@ -141,7 +141,10 @@ def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
     for member, part in zip(members, parts, strict=True):
         codec = member.task.codec
         if codec.transform not in ("none", "diff") or codec.distribution != "none":
-            what = "a distribution" if codec.distribution != "none" else "other values than those of the data (data.transform)"
+            key = "distribution" if codec.distribution != "none" else "transform"
+            what = (
+                f"{'a distribution' if key == 'distribution' else 'other values than those of the data'} (data.{key}={getattr(codec, key)})"
+            )
             raise DataError(f"{member.run.path} forecasts {what}, whose average is not that of the forecasts; evaluate runs one by one")
         if _read(member, part) != _read(members[0], parts[0]):
             raise DataError(

@@ -22,7 +22,7 @@ from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.spec.spec import Spec
-from carrywave.step.checks.own_modules.splitting import SplitCheck
+from carrywave.step.checks.trial import SplitTrial
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Observer
@@ -70,13 +70,13 @@ def evaluate(
     details: Details | None = None,
     tops: Sequence[int] = (),
     look: Callable[[Metric], None] | None = None,
-    splits: SplitCheck | None = None,
+    trial: SplitTrial | None = None,
 ) -> dict[str, float]:
     """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
 
     `capture` keeps CUDA graphs from one evaluation of a model to the next. `details` gets the metrics by what it asks for. `tops` as in
-    `metrics.for_task`; `look` is shown the metric over all workers. `splits` remembers from one evaluation to the next which sizes of
-    batches a user's modules were checked with.
+    `metrics.for_task`; `look` is shown the metric over all workers. `trial` remembers from one evaluation to the next what a
+    user's modules were tried with.
     """
     device = mesh.device
     by_series = details is not None and "series" in details.by
@@ -84,7 +84,7 @@ def evaluate(
     scorer = _Scorer(task.meter(device, part, by_series=by_series, tops=tops) if understood else None)
     watched = scorer.meter is not None
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
-    for _, outcome in _walk(model, task.spec, part, mesh, stage, scorer.see if watched else None, tick, capture, splits):
+    for _, outcome in _walk(model, task.spec, part, mesh, stage, scorer.see if watched else None, tick, capture, trial):
         sums[:2] += torch.stack([outcome.loss_sum, outcome.count])
     sums[2] = float(watched and scorer.meter is None)
     loss_sum, count, unfit = mesh.sum_(sums).tolist()
@@ -143,7 +143,7 @@ def _walk(
     observe: Observer | None,
     tick: Callable[[int, int], None] | None,
     capture: Capture | None,
-    splits: SplitCheck | None = None,
+    trial: SplitTrial | None = None,
 ) -> Iterator[tuple[Batch, BatchOutcome]]:
     """As `passes`, with all that an output can be told about."""
     stage = stage or (Stage(model, *mesh.unit_range(model.units)) if isinstance(model, Model) else model)
@@ -153,12 +153,12 @@ def _walk(
     if capture is None:
         capture = Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device)
     forward = _Forward(stage, mesh, spec, uncut_time=model.reads_whole)
-    splits = splits or SplitCheck(model, stage, mesh, precision=spec.train.precision)
+    trial = trial or SplitTrial(model, stage, mesh, spec.train.precision)
     state: State | None = None
     total = order.num_steps(0)
     with mode(model, training=False):
         for batch in loader.batches(Cursor(0, 0)):
-            splits.look([batch], [random.key(0)], training=False)
+            trial.before([batch], [random.key(0)], training=False)
             if state is None or not spec.streams:
                 state = stage.start(batch.lanes.shape[0], mesh.device).detach()
             # What a pooled head has accumulated is not among the tensors passed from one graph to the next.

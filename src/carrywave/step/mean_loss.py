@@ -33,7 +33,7 @@ def mean_loss(trainer: TrainerView, batches: Iterable[Batch], observe: Callable[
             check_batches([batch], model, keep_state=trainer.keep_state, gradients=False)
             if trainer.keep_state:
                 lanes = check_continued(batch, lanes)
-            trainer.evaluation_splits.look([batch], [random.key(0)], training=False)
+            trainer.evaluation_trial.before([batch], [random.key(0)], training=False)
             local_batch = local_part(mesh, trainer.stage, batch, scores=trainer.stage.has_head, pooled=model.pooled)
             try:
                 outcome = _forward(trainer, local_batch, state, see)

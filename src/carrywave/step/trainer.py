@@ -33,10 +33,10 @@ from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.audit import audited
 from carrywave.step.checks.finite import look
 from carrywave.step.checks.hooks import Hooks
-from carrywave.step.checks.own_modules.splitting import split_checks
 from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
 from carrywave.step.checks.trainable import TrainableParameters
+from carrywave.step.checks.trial import SplitTrial
 from carrywave.step.engine import Engine
 from carrywave.step.evaluated_weights import evaluation_weights
 from carrywave.step.graphs.capture import Capture
@@ -146,7 +146,8 @@ class Trainer:
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
-        self._splits, self.evaluation_splits = split_checks(self.model, self.stage, self.mesh, self.spec, self.agreement)
+        self._trial = SplitTrial(self.model, self.stage, self.within, self.spec.precision)
+        self.evaluation_trial = SplitTrial(self.model, self.stage, self.mesh, self.spec.precision)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
         capturable = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         where = self.device, self.plan, self.model, self.optimizer
@@ -188,7 +189,7 @@ class Trainer:
         arguments.check_batches(batches, self.model, keep_state=self.keep_state)
         arguments.check_surroundings(self.spec, self.device)
         self.follow()
-        self.agreement.before(batches, self.optimizer, self.uncounted, ("trainer.state",) if self._state_set else ())
+        self.agreement.before(batches, self.optimizer, self.uncounted)
         before = self.uncounted, self.lanes, self.state, self._state_set
         try:
             return self._run(*self._prepared(batches), applies=applies)
@@ -204,8 +205,8 @@ class Trainer:
             self.lanes = arguments.check_lanes(batches, self.lanes)
         self.compute.count_changes(batches)
         local_batches = [self.local_part(batch) for batch in batches]
-        self._splits.look(batches if self.within is self.mesh else local_batches, keys, training=True)
-        self._padding.look(local_batches, keys)
+        self._trial.before(batches if self.within is self.mesh else local_batches, keys, training=True)
+        self._padding.before(local_batches)
         lanes = local_batches[0].lanes.shape[0]
         if given and self.state is not None and not local_batches[0].idle:  # a worker without lanes has a state of none
             arguments.check_state(self.state, self.stage, lanes)

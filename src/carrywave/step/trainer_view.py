@@ -14,7 +14,7 @@ from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.agreement import Agreement
-from carrywave.step.checks.own_modules.splitting import SplitCheck
+from carrywave.step.checks.trial import SplitTrial
 from carrywave.step.engine import Engine
 from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.worker_setup import HeldStage
@@ -34,7 +34,7 @@ class TrainerView(Protocol):
     scaler: Scaler | None
     engine: Engine
     agreement: Agreement
-    evaluation_splits: SplitCheck
+    evaluation_trial: SplitTrial
     # The position, which loading a state changes.
     state: State | None
     lanes: tuple[int, ...] | None

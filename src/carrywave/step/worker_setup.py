@@ -27,9 +27,7 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
-from carrywave.step.checks.own_modules.object_walk import is_foreign
-from carrywave.step.checks.own_modules.shared_objects import hidden_reference, shared_memory
-from carrywave.step.checks.own_modules.unregistered_values import unregistered_values
+from carrywave.step.checks.made_alike import check_dense, check_made_alike, check_tied
 from carrywave.step.checks.reached import ReachedParameters
 from carrywave.step.engine import Engine
 from carrywave.step.gradients import Gradients
@@ -102,6 +100,7 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
     drawn = isinstance(model, Model) and model.drawn
     if not drawn:
         _check_whole(model, mesh.world)
+    check_dense(model)
     _check_plan(model, mesh.plan, spec)
     dtype = parameter_dtype(spec.precision)
     if mesh.world.size > 1:
@@ -109,7 +108,7 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
         check_agreement(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()})
         order = {f"as parameter or buffer {number} of the model": name for number, name in enumerate(tensors, start=1)}
         check_agreement(mesh.world, order, "build its modules in the same order everywhere, from a list and not from a set")
-        _check_values(model, mesh.world)
+        check_made_alike(model, mesh.world)
         if not drawn:
             for name, tensor in broadcast(mesh.world, tensors).items():
                 tensors[name].copy_(tensor)
@@ -251,10 +250,7 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
             raise PlanError(
                 f"{scripted} is TorchScript, whose weights cannot be left to other stages; use plain modules, or remove plan.stages"
             )
-        parts = {"encoder": model.encoder, "lstm": model.lstm, "head": model.head}
-        hidden = hidden_reference(parts) or shared_memory(parts)
-        if hidden is not None:
-            raise PlanError(hidden)
+        check_tied(model)
     if plan.kernel != "auto":
         model.lstm.backends.check(plan.kernel)
         model.lstm.kernel = plan.kernel
@@ -273,29 +269,6 @@ def user_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.o
             if isinstance(value, Tensor) and isinstance(parameter, Tensor) and value.dim() and value.device != parameter.device:
                 state[name] = value.to(parameter.device)
     return optimizer
-
-
-def _check_values(model: Model | OpaqueModel, world: World) -> None:
-    """Refuse modules that are of other classes, have other options or hold other numbers than those of rank 0 beside their parameters and
-    saved buffers.
-    """
-    # An option of a user's own may well be a rank or a path.
-    options = {
-        f"as the model's {name or 'module'}": type(module).__name__
-        + (f"({module.extra_repr()})" if is_foreign(type(module).__module__) else "")
-        for name, module in model.named_modules()
-    }
-    check_agreement(world, options, "make the model with the same modules and options on all workers")
-    roots = (
-        {"module": model.module, **model.separate_loss}
-        if isinstance(model, OpaqueModel)
-        else {"encoder": model.encoder, "head": model.head}
-    )
-    check_agreement(
-        world,
-        {f"other numbers in the {name}:": checksum for name, checksum in unregistered_values(roots).items()},
-        "seed what draws them alike on all workers, or make them a saved buffer (register_buffer), which all get from rank 0",
-    )
 
 
 def check_saved_whole(model: nn.Module) -> None:

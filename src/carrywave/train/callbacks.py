@@ -1,7 +1,7 @@
 """Callbacks: what a user's own code learns while a run trains, and how it may end the run, on all workers at the same step.
 
 Only rank 0 calls them; it tells the others whether one asked to stop, or failed. They are given numbers, not the model, so that they do not
-change what is trained; one that has the model from elsewhere and changes it is refused where there are other workers.
+change what is trained.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from carrywave.errors import UserError, one_line
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.world import World, all_gather_json, raise_on_all
-from carrywave.step.checks.own_modules.model_watch import ModelWatch
 
 EVENTS = ("on_step", "on_evaluation", "on_epoch")
 
@@ -82,9 +81,8 @@ class Callback:
 class Callbacks:
     """The callbacks of one run. Every rank has them, and asks at the same moments; only rank 0 calls them."""
 
-    def __init__(self, callbacks: Sequence[object], world: World, watch: ModelWatch | None = None) -> None:
+    def __init__(self, callbacks: Sequence[object], world: World) -> None:
         self.world = world
-        self._watch = watch if world.size > 1 and world.rank == 0 else None  # over a model that callbacks might change, on rank 0 alone
         self._by_event = {event: [each for each in callbacks if _handles(each, event)] for event in EVENTS}
         self._pending: UserError | None = None
         self._ends = False
@@ -123,8 +121,6 @@ class Callbacks:
         return bool(all_gather_json(self.world, ends)[0])
 
     def _ask(self, event: str, called: Sequence[object], at: Moment) -> None:
-        if self._watch is not None:
-            self._watch.begin()
         for callback in called:
             try:
                 self._ends = bool(getattr(callback, event)(at)) or self._ends
@@ -135,11 +131,6 @@ class Callbacks:
                     f"{type(callback).__name__}.{event} raised {raised} at step {at.step}; correct the callback, and resume the run, "
                     "or start it again if it has no snapshot yet"
                 ) from error
-            if self._watch is not None and (name := self._watch.changed()) is not None:
-                raise UserError(
-                    f"{type(callback).__name__}.{event} changed {name} of the model at step {at.step}, on rank 0 alone, where callbacks "
-                    "are called; train on one device, or in a loop of your own (cw.Trainer), which every worker runs"
-                )
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:

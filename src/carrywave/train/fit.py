@@ -31,7 +31,6 @@ from carrywave.runs.run_place import TIMING
 from carrywave.runs.tracking import Tracking
 from carrywave.runs.watcher import Silent, Watcher
 from carrywave.spec.spec import Spec
-from carrywave.step.checks.own_modules.model_watch import ModelWatch
 from carrywave.step.trainer import Trainer
 from carrywave.train.callbacks import Callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
@@ -103,7 +102,7 @@ def make_loop(start: Start, ready: Ready, mesh: Mesh, model: Model | OpaqueModel
         checkpointer = Checkpointer(spec, trainer, start.folder, Data(ready.data.fingerprint, ready.files), asked.watch)
         if world.rank == 0:
             start.folder.tracking = Tracking.of(spec, start.folder.path, asked.watch.say)
-        callbacks = Callbacks(asked.callbacks, world, None if asked.model is None else ModelWatch(trainer.model, trainer.modes))
+        callbacks = Callbacks(asked.callbacks, world)
         return Loop(ready.task, trainer, ready.parts, ready.order, start.folder, asked.watch, checkpointer, callbacks)
 
 

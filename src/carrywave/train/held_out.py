@@ -125,8 +125,8 @@ def _kept(loop: Loop) -> KeptForecasts | None:
         if done < total:
             leave_if_asked(loop.stop, trainer.mesh.world, done)
 
-    part, by = replace(valid, kept=True), (trainer.stage, trainer.capture, trainer.evaluation_splits)
-    evaluate(trainer.model, loop.task, part, mesh=trainer.mesh, stage=by[0], capture=by[1], splits=by[2], tick=tick, look=seen.append)
+    part, by = replace(valid, kept=True), (trainer.stage, trainer.capture, trainer.evaluation_trial)
+    evaluate(trainer.model, loop.task, part, mesh=trainer.mesh, stage=by[0], capture=by[1], trial=by[2], tick=tick, look=seen.append)
     return seen[0] if seen and isinstance(seen[0], KeptForecasts) else None
 
 

@@ -351,8 +351,8 @@ class Loop:
                 self.watch.step(self._info(part.name, done, total, None, rate))
 
         trainer = self.trainer
-        kept = trainer.stage, trainer.capture, trainer.evaluation_splits
-        values = evaluate_part(trainer.model, self.task, part, mesh=trainer.mesh, stage=kept[0], capture=kept[1], splits=kept[2], tick=tick)
+        kept = trainer.stage, trainer.capture, trainer.evaluation_trial
+        values = evaluate_part(trainer.model, self.task, part, mesh=trainer.mesh, stage=kept[0], capture=kept[1], trial=kept[2], tick=tick)
         place = place_of(at, part.name) | ({} if weights_step is None else {"weights_step": weights_step})
         if trained and (train_loss := at.train_loss()) is not None:
             place["train_loss"] = train_loss

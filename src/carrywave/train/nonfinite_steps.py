@@ -34,7 +34,7 @@ def handle_nonfinite(
         say(f"{fact}; {'that step was' if seen.bad == 1 else f'{seen.bad} steps since then were'} skipped")
         return
     skipped = f"{seen.longest} steps in a row were skipped; " if skips else ""
-    advice = remedy(trainer, cause, f"lower train.lr={train.lr:g} or set train.clip")
+    advice = remedy(trainer.model, cause, f"lower train.lr={train.lr:g} or set train.clip")
     raise on_every_rank(Diverged(f"{fact}; {skipped}{advice}; nothing from {'those steps' if skips else 'that step'} was saved"))
 
 

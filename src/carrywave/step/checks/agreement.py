@@ -5,8 +5,7 @@ Without a GPU, the rows are compared at once, before any weight changes. With on
 long been computed and nothing has to wait for them. All workers compare after the same step, whatever device they use, so either all of
 them raise or none does.
 
-In a pipeline, a mismatch between batches would leave workers waiting for messages that never come,
-so there the user's batches are compared before the step.
+A user's first batches are compared before anything is computed, because workers of a pipeline would wait for messages that never come.
 """
 
 from __future__ import annotations
@@ -28,17 +27,15 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.rows import Exchange, gather_rows
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text
-from carrywave.step.checks.own_modules.between_steps import BetweenSteps
 
 # What is compared, in column order, and how to fix a mismatch.
 REMEDIES = {
     "batches": "pass the same whole batches to every worker, at the same steps; each takes its own lanes",
     "contents": "pass the same whole batch to every worker; each takes its own lanes",
     "optimizer": "use the same learning rate and other optimizer settings on all workers",
-    "attributes": "set attributes of the model alike on all workers, and keep what only one of them needs, such as a log, outside of it",
     "weights": "once the trainer is created, change weights in the same way on all workers, or not at all",
 }
-BATCHES, CONTENTS, OPTIMIZER, ATTRIBUTES, WEIGHTS = range(len(REMEDIES))
+BATCHES, CONTENTS, OPTIMIZER, WEIGHTS = range(len(REMEDIES))
 HASHED_BYTES = 1 << 20  # hashed per tensor; a longer one is sampled evenly down to this size
 CHUNK = 1 << 20  # most elements of one weight that a step checks
 SEEN_AT_ONCE = 1 << 18  # elements of small weights checked together on the CPU; on a GPU each costs a launch, so one at a time
@@ -53,13 +50,11 @@ class StepInputs:
     batches: str
     optimizer: str
     contents: int  # already a checksum
-    attributes: tuple[str, ...] = ()  # of the model that were set since the last step
 
     @property
     def numbers(self) -> list[int]:
         """Checksums in column order, without the weights."""
-        attributes = json.dumps(self.attributes)
-        return [zlib.crc32(self.batches.encode()), self.contents, *(zlib.crc32(text.encode()) for text in (self.optimizer, attributes))]
+        return [zlib.crc32(self.batches.encode()), self.contents, zlib.crc32(self.optimizer.encode())]
 
 
 class Agreement:
@@ -74,18 +69,15 @@ class Agreement:
         self._pieces = _pieces(held, model, SEEN_AT_ONCE if mesh.device.type == "cpu" else 1)
         self._steps = 0
         self._given: StepInputs | None = None
-        self._last: StepInputs | None = None  # of the step, or of the batch to evaluate, that was compared last
         self._values: list[dict[str, Any]] | None = None  # the optimizer's settings, and the same in words
         self._worded = ""
         self._on_device: list[Tensor] = []  # checksums of tensors on a GPU
         self._rows: tuple[Later, StepInputs | None] | None = None
-        self._between = BetweenSteps(model) if mesh.world.size > 1 else None
-        self._own = True  # False: the last step was given batches that are not a user's
 
-    def before(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, earlier: int = 0, others: Sequence[str] = ()) -> None:
-        """Record the step's inputs. A user's first batches, and in a pipeline all of them, are compared before anything is computed.
+    def before(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, earlier: int = 0) -> None:
+        """Record the step's inputs. A user's first batches are compared before anything is computed.
 
-        `earlier`: batches that the trainer has counted. `others`: what a user has set that is no attribute of the model.
+        `earlier`: batches that the trainer has counted.
         """
         if self.mesh.world.size == 1:
             return
@@ -93,45 +85,31 @@ class Agreement:
         where = " and ".join(f"{_size(b)}, epoch {b.epoch}, step {b.step}" for b in batches) if own else ""
         contents = 0
         self._on_device = []
-        self._own = own
         if own:
             for number, batch in enumerate(batches):
                 contents = _checksum(batch, contents, self._steps + number)
                 given = (batch.inputs, batch.targets, batch.history, batch.resets, batch.weights)
                 self._on_device += [sum_of(tensor, weighted=True) for tensor in given if tensor is not None and tensor.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
-        self._given = self._last = StepInputs(
-            f"{many} of {where}, batch {earlier + 1} of the loop" if own else many,
-            self._settings(optimizer),
-            contents,
-            (*self._set(modes=True), *(others if own else ())),
-        )
-        if own and (not self._steps or self.mesh.plan.stages > 1):
+        what = f"{many} of {where}, batch {earlier + 1} of the loop" if own else many
+        self._given = StepInputs(what, self._settings(optimizer), contents)
+        if own and not self._steps:
             self._gather(self._given)
 
     def unbroken(self, *, broken: bool) -> None:
         """Raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
         if self.mesh.world.size > 1:
-            self._gather(StepInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0, self._set(modes=False)))
+            self._gather(StepInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
         if broken:  # on every rank
             raise WorkerError(
                 "an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all workers, and "
                 "load into it what trainer.state_dict() returned before"
             )
 
-    def _gather(self, given: StepInputs, *, flag: bool = False) -> bool:
-        """Compare a row of every rank; returns whether any has raised the flag."""
-        self._last = given
+    def _gather(self, given: StepInputs) -> None:
+        """Compare a row of every rank. Collective."""
         world = self.mesh.world
-        found = gather_rows(Exchange.INPUTS, [*given.numbers, 0, int(flag)], world.size, world.group)
-        self._compare(found, given, self._steps)
-        return any(bool(row[-1]) for row in found)
-
-    def any_of(self, flag: bool) -> bool:
-        """True if any worker has raised its flag; all must be at the same step or batch. Collective: every rank must call it."""
-        if self.mesh.world.size == 1:
-            return flag
-        return self._gather(self._last or StepInputs("nothing", "", 0), flag=flag)
+        self._compare(gather_rows(Exchange.INPUTS, [*given.numbers, 0], world.size, world.group), given, self._steps)
 
     def same_batch(self, batch: Batch | None) -> None:
         """Compare the next batch to evaluate (None: there are no more) before anything is computed. Collective: every rank must call it."""
@@ -140,16 +118,6 @@ class Agreement:
         what = "no more batches to evaluate" if batch is None else f"a batch of {_size(batch)} to evaluate"
         contents = 0 if batch is None or batch.part_of is not None else _checksum(batch, 0, self._steps)
         self._gather(StepInputs(what, "", contents))
-        if batch is None:
-            self._settle_attributes()
-
-    def _set(self, *, modes: bool) -> tuple[str, ...]:
-        """Attributes of the model that were set since the last step. `modes`: also those that a step does not put back."""
-        return tuple(self._between.changes(modes=modes)) if self._own and self._between is not None else ()
-
-    def _settle_attributes(self) -> None:
-        if self._own and self._between is not None:
-            self._between.settle()
 
     @property
     def columns(self) -> int:
@@ -170,7 +138,6 @@ class Agreement:
         self._steps += 1
         if not marks.numel():
             return
-        self._settle_attributes()
         if self.at_once:
             self._compare(marks.tolist(), self._given, self._steps - 1)
             return
@@ -202,16 +169,8 @@ class Agreement:
             return f"rank {rank} got a different batch than rank {first}"
         if column == WEIGHTS:
             return f"the weights of rank {rank} differ from those of rank {first}"
-        words = [given.batches, given.optimizer, given.attributes] if given else ["", "", ()]
+        words = [given.batches, given.optimizer] if given else ["", ""]
         told = [json.loads(text) for text in all_gather_text(self.mesh.world, json.dumps(words))]
-        if column == ATTRIBUTES:
-            theirs, ours = told[rank][2], told[first][2]
-            only = [next((each for each in these if each not in those), None) for these, those in ((theirs, ours), (ours, theirs))]
-            ranked = list(zip((rank, first), only, strict=True))
-            setter, other = (
-                f"rank {at} has {f'set {short(each)}' if each else 'not'}" for at, each in (ranked if only[0] else ranked[::-1])
-            )
-            return f"since the last step {setter}, but {other}"
         which = 0 if column == BATCHES else 1
         theirs, ours = _apart(told[rank][which], told[first][which])
         verb = "got" if column == BATCHES else "has"

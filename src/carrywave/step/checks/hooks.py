@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.plan.plan import Plan
-from carrywave.step.checks.own_modules.parts import VOUCHED
+from carrywave.step.checks.stepwise import SPLITTABLE
 
 Hook = Callable[[Tensor], None]
 _OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -38,11 +38,11 @@ class Hooks:
         """True if there are any hooks, which a captured step would not call. Refuses hooks that cannot work under this plan."""
         # During a step, the hooks that `call` will run have been removed from their parameters.
         of_steps = [each for name in _OF_STEPS for each in getattr(optimizer, name, {}).values()]
-        if self.splits_layers and not all(getattr(hook, VOUCHED, False) is True for hook in of_steps):
+        if self.splits_layers and not all(getattr(hook, SPLITTABLE, False) is True for hook in of_steps):
             raise UserError(
                 "a hook on the optimizer's step would see only the parameters of a stage; use "
                 "train.clip for a norm over all, register_post_accumulate_grad_hook for a single one, or, if it treats each element by "
-                f"itself, set hook.{VOUCHED} = True"
+                f"itself, set hook.{SPLITTABLE} = True"
             )
         found = bool(self._put_off or of_steps)
         for name, parameter in self.held.items():

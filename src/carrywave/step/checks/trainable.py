@@ -12,7 +12,7 @@ from carrywave.model.model import Model
 from carrywave.model.recurrent import CALLED_HOOKS
 from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
 from carrywave.parallel.world import World, all_arrive, all_gather_text
-from carrywave.step.checks.own_modules.stepwise import HOOKS
+from carrywave.step.checks.stepwise import HOOKS
 
 
 class TrainableParameters:

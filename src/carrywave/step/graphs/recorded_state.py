@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from carrywave.model.opaque_model import OpaqueModel
-from carrywave.step.checks.own_modules.object_walk import TORCHS
 
 MOST = 256  # numbered states to remember
+_TORCHS = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights"}  # attributes of modules that are torch's own affair
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -62,7 +62,7 @@ class Watch:
         attributes: list[dict[str, Any]] = [vars(module) for module in modules]
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         stores: list[dict[str, Any]] = [store for module in modules for store in (module._parameters, module._buffers)]
-        self._places = [(each, name) for each in attributes for name, value in each.items() if name not in TORCHS and _plain(value)]
+        self._places = [(each, name) for each in attributes for name, value in each.items() if name not in _TORCHS and _plain(value)]
         self._places += [(group, name) for group in groups for name in group if name != "params"]
         self._places += [(store, name) for store in stores for name in store]
         self._values = [each.get(name) for each, name in self._places]

@@ -57,7 +57,7 @@ class UserExchanges:
         if met.scale_gone or (seen.ago is not None and stops):  # before anything non-finite reaches another replica
             cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights, world=trainer.mesh.world)
             gone = f" at any loss scale down to {SMALLEST_SCALE:g}" if met.scale_gone else ""
-            advice = remedy(trainer, cause, "lower the learning rate, or set train.clip")
+            advice = remedy(trainer.model, cause, "lower the learning rate, or set train.clip")
             raise on_every_rank(Diverged(f"{cause} is no longer finite{gone}; {advice}"))
         self.meetings.sync.exchange(due, met.targets)
         if len(due) == self.meetings.sync.fragments:

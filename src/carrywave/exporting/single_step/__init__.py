@@ -1,1 +1,0 @@
-"""One step of a model with its state as arguments, in plain operators: for runtimes without recurrent ones, and as C."""
