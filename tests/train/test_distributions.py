@@ -95,7 +95,9 @@ def test_what_reads_a_run_finds_quantiles(runs: Path, kind: str) -> None:
     assert {"q0.1", "q0.5", "q0.9", "truth"} <= set(back.columns)
     both = predict([runs / kind, runs / kind], runs / "demand.csv", device="cpu")
     assert both[0]["y-q0.9"] == pytest.approx(rows[0]["y-q0.9"])
-    with pytest.raises(DataError, match=rf"forecasts a distribution \(data\.distribution={kind}\), whose average is not that of the forecasts"):
+    with pytest.raises(
+        DataError, match=rf"forecasts a distribution \(data\.distribution={kind}\), whose average is not that of the forecasts"
+    ):
         evaluate_run([runs / kind, runs / kind], device="cpu")
 
 

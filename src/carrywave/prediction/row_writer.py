@@ -98,7 +98,9 @@ class ParquetFile:
 
     def close(self) -> None:
         """Let go of the file, whatever is in it."""
-        with suppress(OSError):
+        with suppress(OSError, pa.ArrowException):
+            if self._file is not None:
+                self._file.close()  # Arrow writes the end of a file even if there was an error
             self._out.close()
 
     def _write(self) -> None:
