@@ -84,8 +84,7 @@ def test_the_report_has_spans_by_type(run: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["report", str(run), "--output", str(tmp_path / "report.html")])
     assert shown.exit_code == 0, shown.output
     page = (tmp_path / "report.html").read_text()
-    assert "Spans by type" in page
-    assert "span F1" in page
+    assert "By type" in page
 
 
 def test_on_the_command_line(run: Path) -> None:

@@ -142,9 +142,8 @@ def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
         codec = member.task.codec
         if codec.transform not in ("none", "diff") or codec.distribution != "none":
             key = "distribution" if codec.distribution != "none" else "transform"
-            what = (
-                f"{'a distribution' if key == 'distribution' else 'other values than those of the data'} (data.{key}={getattr(codec, key)})"
-            )
+            what = "a distribution" if key == "distribution" else "other values than those of the data"
+            what += f" (data.{key}={getattr(codec, key)})"
             raise DataError(f"{member.run.path} forecasts {what}, whose average is not that of the forecasts; evaluate runs one by one")
         if _read(member, part) != _read(members[0], parts[0]):
             raise DataError(
