@@ -37,7 +37,6 @@ from benchmarks.peers.gpu_stacks import DTYPES
 from carrywave.data.batch import Batch
 from carrywave.errors import RunError, UserError
 from carrywave.kernels import random
-from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.model.encoders import Numbers
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
@@ -384,7 +383,7 @@ def _device(world: World, case: SummedStack, precision: str) -> Row:
     on_gpu = world.device.type == "cuda"
     return {
         "multiprocessors": torch.cuda.get_device_properties(world.device).multi_processor_count if on_gpu else 0,
-        "kernel": BACKENDS.in_use("auto", one.expand(case.steps, case.lanes, case.hidden), layer),
+        "kernel": LSTM.backends.in_use("auto", one.expand(case.steps, case.lanes, case.hidden), layer),
     }
 
 

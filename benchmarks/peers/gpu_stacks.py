@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from benchmarks.harness.shapes import StackShape
 from carrywave.cells.cell import by_name
 from carrywave.kernels import random
-from carrywave.kernels.backends import Backends, backends_of
 from carrywave.kernels.carry import AnyCarries, changed
+from carrywave.kernels.dispatch import Backends, backends_of
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.model.lstm import LSTM
 from carrywave.parallel.links.pair_links import PairLinks
 from carrywave.parallel.world import World
@@ -44,6 +43,6 @@ def work(world: World, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     layer = LSTM(case.hidden, case.hidden, device=world.device).weights(0)
     one = torch.empty((), dtype=torch.bfloat16, device=world.device)
     steps = -(-case.steps // split.chunks)
-    kernel = BACKENDS.in_use("auto", one.expand(steps, case.lanes, case.hidden), layer)
+    kernel = LSTM.backends.in_use("auto", one.expand(steps, case.lanes, case.hidden), layer)
     count = torch.cuda.get_device_properties(world.device).multi_processor_count
     yield {"losses": losses, "replays": loop.trainer.capture.replays["step"] if loop.trainer.capture else 0, "kernel": kernel, "of": count}

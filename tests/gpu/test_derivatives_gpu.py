@@ -14,7 +14,6 @@ from carrywave.errors import UserError
 from carrywave.kernels import cross_entropy, dropout, random
 from carrywave.kernels.cuda import aligned
 from carrywave.kernels.dropout import Coordinates, dropped
-from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.model.lstm import LSTM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -49,7 +48,7 @@ def test_the_definition_has_second_derivatives_and_cudnn_says_that_it_has_none()
 
 def test_the_persistent_kernel_refuses() -> None:
     lstm, x = LSTM(64, 64, 2, device="cuda", dtype=torch.bfloat16), numbers(40, 8, 64, dtype=torch.bfloat16)
-    if BACKENDS.choose("auto", x, lstm.weights(0)) != "persistent":
+    if LSTM.backends.choose("auto", x, lstm.weights(0)) != "persistent":
         pytest.skip("the persistent kernel does not run here")
     y, _ = lstm(x)
     torch.autograd.grad(y.sum(), x, retain_graph=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from carrywave.cells.cell import by_name
 from carrywave.kernels import reference
-from carrywave.kernels.backends import backends_of
 from carrywave.kernels.cuda import normed
+from carrywave.kernels.dispatch import backends_of
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 

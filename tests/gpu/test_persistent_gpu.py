@@ -28,7 +28,6 @@ from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper.chip import chip_of
 from carrywave.kernels.hopper.choice import shape_for
 from carrywave.kernels.hopper.layout import H200
-from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Softmax
@@ -107,8 +106,8 @@ Found = dict[str, Tensor]
 
 def on(backend: str) -> Run:
     def how(x: Tensor, carry: Carry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, Carry]:
-        assert BACKENDS.choose(backend, x, layer) == backend  # cuDNN in its place would prove nothing
-        return BACKENDS.run(backend, x, carry, layer, lengths)
+        assert LSTM.backends.choose(backend, x, layer) == backend  # cuDNN in its place would prove nothing
+        return LSTM.backends.run(backend, x, carry, layer, lengths)
 
     return how
 
@@ -203,7 +202,7 @@ def test_chunks_that_hand_the_carry_on_are_the_whole(cut: int, dtype: torch.dtyp
         for first in range(0, x.shape[0], cut):
             chunk = x[first : first + cut]
             real = None if lengths is None else (lengths - first).clamp(0, chunk.shape[0])
-            y, carry = BACKENDS.run("persistent", chunk, carry, layer, real)
+            y, carry = LSTM.backends.run("persistent", chunk, carry, layer, real)
             pieces.append(y)
         return torch.cat(pieces), carry
 
@@ -220,7 +219,7 @@ def test_a_recorded_graph_replays_the_same_bits(case: Case) -> None:
     weigh = [own.weigh[0].to(case.dtype), *own.weigh[1:]]
 
     def step() -> Found:
-        y, end = BACKENDS.run("persistent", x, carry, layer, own.lengths)
+        y, end = LSTM.backends.run("persistent", x, carry, layer, own.lengths)
         slopes = torch.autograd.grad([y, *end], list(named.values()), weigh)
         return {"y": y, "end.h": end.h, "end.c": end.c} | {f"d {name}": slope for name, slope in zip(named, slopes, strict=True)}
 
@@ -251,7 +250,7 @@ def test_what_is_not_a_number_comes_out_as_such_and_nothing_waits_for_it(kind: f
     """`bits` is the very pattern that the kernel's buffers hold before they are written."""
     problem = Problem(Case(12, 20, 24, 200, dtype))
     x, carry, layer, named = problem.leaves(dtype, dtype)
-    clean, _ = BACKENDS.run("persistent", x, carry, layer, None)
+    clean, _ = LSTM.backends.run("persistent", x, carry, layer, None)
     weigh = problem.weigh[0].to(dtype)
     with torch.no_grad():
         if kind == "bits":
@@ -259,7 +258,7 @@ def test_what_is_not_a_number_comes_out_as_such_and_nothing_waits_for_it(kind: f
                 each.view(torch.int16).fill_(EMPTY)
         else:
             x[3, 5] = float(kind)
-    y, end = BACKENDS.run("persistent", x, carry, layer, None)
+    y, end = LSTM.backends.run("persistent", x, carry, layer, None)
     slopes = torch.autograd.grad(y, list(named.values()), weigh)
     torch.cuda.synchronize()
     bad = y.isnan()
@@ -296,11 +295,11 @@ def test_every_output_alone_and_without_keeping_anything(used: int) -> None:
     found = []
     for backend, x_dtype, dtype in (("persistent", torch.bfloat16, torch.float32), ("reference", torch.float64, torch.float64)):
         x, carry, layer, named = problem.leaves(x_dtype, dtype)
-        y, end = BACKENDS.run(backend, x, carry, layer, problem.lengths)
+        y, end = LSTM.backends.run(backend, x, carry, layer, problem.lengths)
         slopes = torch.autograd.grad((y, *end)[used].sum(), list(named.values()), materialize_grads=True)
         found.append(dict(zip(named, slopes, strict=True)))
         with torch.no_grad():
-            again, _ = BACKENDS.run(backend, x, carry, layer, problem.lengths)
+            again, _ = LSTM.backends.run(backend, x, carry, layer, problem.lengths)
         assert torch.equal(again, y)
     # bf16 has 8 bits; gates and their gradients are rounded to it at each of 6 steps.
     assert all(error < 0.03 for error in errors(*found).values())
@@ -308,7 +307,7 @@ def test_every_output_alone_and_without_keeping_anything(used: int) -> None:
 
 def test_an_output_changed_in_place_is_noticed() -> None:
     x, carry, layer, _ = Problem(Case(3, 2, 8, 64)).leaves(torch.bfloat16, torch.float32)
-    y, _ = BACKENDS.run("persistent", x, carry, layer, None)
+    y, _ = LSTM.backends.run("persistent", x, carry, layer, None)
     with pytest.raises(RuntimeError, match="inplace"):
         y.mul_(2).sum().backward()
 
@@ -372,7 +371,7 @@ def test_a_stack_under_autocast_with_dropout(precision: str) -> None:
     lstm = LSTM(24, [80, 100, 72], dropout=0.5, bidirectional=True).cuda()
     x, key = torch.randn(14, 10, 24, device="cuda"), random.key(5).cuda()
     lengths = torch.tensor([14, 3, 0, 14, 9, 1, 7, 14, 2, 5], device="cuda")
-    assert BACKENDS.choose("auto", x.to(dtype), lstm.weights(0)) == "persistent"
+    assert LSTM.backends.choose("auto", x.to(dtype), lstm.weights(0)) == "persistent"
 
     def outcome(kernel: str, *, long: bool) -> Found:
         lstm.kernel = kernel

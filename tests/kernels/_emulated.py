@@ -21,8 +21,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 import _formulas
 
+from carrywave.kernels.hopper.buffers import LayerMarks
 from carrywave.kernels.hopper.layout import LayerShape
-from carrywave.kernels.hopper.marks import LayerMarks
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
 from carrywave.kernels.step_marks import CellNoise
 from carrywave.kernels.weights import LayerWeights

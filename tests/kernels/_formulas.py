@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from carrywave.kernels.hopper.marks import Noise
+from carrywave.kernels.hopper.buffers import Noise
 
 SOURCE = "cell.cuh"
 

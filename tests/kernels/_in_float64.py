@@ -22,8 +22,8 @@ import _joined
 from _emulated import by_unit, memory_begin, noise_at, starts_again
 
 from carrywave.kernels.hopper import joined, recurrence
+from carrywave.kernels.hopper.buffers import LayerMarks
 from carrywave.kernels.hopper.layout import LayerShape
-from carrywave.kernels.hopper.marks import LayerMarks
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
 
 NAN = float("nan")

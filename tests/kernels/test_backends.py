@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from carrywave.cells.cell import by_name
 from carrywave.kernels import reference, torch_kernels
-from carrywave.kernels.backends import Backend
 from carrywave.kernels.carry import AnyCarry
 from carrywave.kernels.gru import aten as gru_aten
 from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.lstm import aten, manual
 from carrywave.kernels.step_marks import StepMarks
-from carrywave.kernels.weights import Layer, LayerWeights
+from carrywave.kernels.weights import Backend, Layer, LayerWeights
 
 BACKENDS: dict[tuple[str, str], Backend] = {  # of the CPU
     **{(name, "reference"): partial(reference.layer, cell=by_name(name)) for name in ("lstm", "gru")},

@@ -11,7 +11,6 @@ from torch import Tensor
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.lstm import aten
-from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.weights import LayerWeights
 from carrywave.model.lstm import GRU, LSTM
 from carrywave.model.recurrent import Recurrent
@@ -83,7 +82,7 @@ def test_carry_passes_padded_steps_to_the_bit(dtype: torch.dtype) -> None:
 
 def test_autocast_keeps_the_carry_long() -> None:
     lstm = LSTM(16, 32, 2).cuda()
-    assert BACKENDS.choose("auto", torch.zeros(1, 1, 16, device="cuda"), lstm.weights(0)) == "aten"
+    assert LSTM.backends.choose("auto", torch.zeros(1, 1, 16, device="cuda"), lstm.weights(0)) == "aten"
     x, lengths = torch.randn(8, 4, 16, device="cuda"), torch.tensor([8, 3, 0, 5], device="cuda")
     exact, _ = lstm(x, None, lengths)
     with torch.autocast("cuda", torch.bfloat16):

@@ -21,12 +21,12 @@ from carrywave.kernels import cross_entropy, deferred_gradients, derivatives, dr
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import aligned, nvrtc
 from carrywave.kernels.deferred_gradients import Deferred, deferring
+from carrywave.kernels.dispatch import backends_of
 from carrywave.kernels.dropout import Coordinates
 from carrywave.kernels.gru import aten as gru_aten
 from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.lstm import aten, manual
-from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.weights import LayerWeights
 
 DOUBLE = torch.float64
@@ -154,12 +154,12 @@ def test_an_ordinary_backward_does_not_go_through_the_definition(cell: Cell, lay
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func.jvp itself
 def test_what_is_looked_at_from_outside_runs_on_plain_operations() -> None:
     x, layer = made(3, 2, 2), (LayerWeights(made(8, 2), made(8, 2, seed=1)),)
-    usual = BACKENDS.choose("auto", x, layer)
+    usual = backends_of(LSTM).choose("auto", x, layer)
     assert usual != "reference"
     chosen = []
 
     def seen(each: Tensor) -> Tensor:
-        chosen.append(BACKENDS.choose("auto", x, layer))
+        chosen.append(backends_of(LSTM).choose("auto", x, layer))
         return each.sum()
 
     torch.func.grad(seen)(torch.zeros(2))
@@ -168,8 +168,8 @@ def test_what_is_looked_at_from_outside_runs_on_plain_operations() -> None:
     with forward_ad.dual_level():
         seen(torch.zeros(2))
     assert chosen == ["reference"] * 4
-    assert BACKENDS.choose("auto", x[:, :0], layer) == "reference"
-    assert BACKENDS.choose("auto", x, layer) == usual
+    assert backends_of(LSTM).choose("auto", x[:, :0], layer) == "reference"
+    assert backends_of(LSTM).choose("auto", x, layer) == usual
 
 
 def test_a_put_off_gradient_is_no_hidden_part_of_one_that_a_loss_asks_for() -> None:

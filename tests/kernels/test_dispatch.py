@@ -14,18 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from carrywave.cells.cell import by_name
 from carrywave.errors import PlanError
 from carrywave.kernels import dispatch, random, torch_kernels
-from carrywave.kernels.backends import backends_of
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
-from carrywave.kernels.dispatch import Dispatch
-from carrywave.kernels.gru.dispatch import BACKENDS as GRU_BACKENDS
+from carrywave.kernels.dispatch import Backends, backends_of
 from carrywave.kernels.hopper import persistent, wave
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.lstm import aten
-from carrywave.kernels.lstm.dispatch import BACKENDS
 from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
+from carrywave.model.lstm import GRU, LSTM
 from carrywave.spec.plan_spec import PlanSpec
 
 LAYER: Layer = (LayerWeights(torch.full((16, 3), 0.1), torch.full((16, 4), -0.2), torch.full((16,), 0.3), torch.zeros(16)),)
@@ -59,45 +57,45 @@ def carry(dtype: torch.dtype = torch.float32) -> Carry:
 def test_choice_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x, layer = torch.zeros(32, 1, 3), LAYER
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
-    assert BACKENDS.choose("auto", x, layer) == "aten"
+    assert LSTM.backends.choose("auto", x, layer) == "aten"
     # What oneDNN prepares of the weights takes many steps to be worth it, few if the weights are small, and never two.
     wide = tuple(LayerWeights(torch.zeros(1600, 400), torch.zeros(1600, 400)) for _ in layer)
     medium = tuple(LayerWeights(torch.zeros(800, 200), torch.zeros(800, 200)) for _ in layer)
     for steps, chosen in ((2, "mmm"), (3, "amm"), (9, "amm"), (10, "aam"), (31, "aam"), (32, "aaa")):
-        assert [BACKENDS.choose("auto", x[:steps], each)[0] for each in (layer, medium, wide)] == list(chosen)
-    assert BACKENDS.choose("auto", x.double(), layer) == "manual"
-    assert BACKENDS.choose("manual", x, layer) == "manual"
+        assert [LSTM.backends.choose("auto", x[:steps], each)[0] for each in (layer, medium, wide)] == list(chosen)
+    assert LSTM.backends.choose("auto", x.double(), layer) == "manual"
+    assert LSTM.backends.choose("manual", x, layer) == "manual"
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", False)
-    assert BACKENDS.choose("auto", x, layer) == "manual"
-    assert BACKENDS.choose("auto", x, PROJECTED) == "aten"
-    assert BACKENDS.choose("auto", x.bfloat16(), layer) == "manual"
-    assert BACKENDS.choose("auto", x.to("meta"), layer) == "aten"
-    assert BACKENDS.choose("manual", x, PROJECTED) == "aten"
-    assert BACKENDS.choose("reference", x, layer) == "reference"
+    assert LSTM.backends.choose("auto", x, layer) == "manual"
+    assert LSTM.backends.choose("auto", x, PROJECTED) == "aten"
+    assert LSTM.backends.choose("auto", x.bfloat16(), layer) == "manual"
+    assert LSTM.backends.choose("auto", x.to("meta"), layer) == "aten"
+    assert LSTM.backends.choose("manual", x, PROJECTED) == "aten"
+    assert LSTM.backends.choose("reference", x, layer) == "reference"
     with pytest.raises(PlanError, match="kernel=fast is not a backend; use one of auto, reference, aten"):
-        BACKENDS.check("fast")
+        LSTM.backends.check("fast")
     monkeypatch.setenv("CARRYWAVE_KERNEL", "aten")
-    assert BACKENDS.choose("reference", x, layer) == "aten"
+    assert LSTM.backends.choose("reference", x, layer) == "aten"
     monkeypatch.setenv("CARRYWAVE_KERNEL", "none")
     with pytest.raises(PlanError, match="CARRYWAVE_KERNEL=none"):
-        BACKENDS.check("auto")
+        LSTM.backends.check("auto")
 
 
 def test_choice_of_a_gru(monkeypatch: pytest.MonkeyPatch) -> None:
     x, layer = torch.zeros(64, 1, 3), GRU_LAYER
-    assert [GRU_BACKENDS.choose("auto", each, layer) for each in (x, x.double(), x.bfloat16())] == ["manual"] * 3
-    assert GRU_BACKENDS.choose("auto", x[:, :0], layer) == "reference"
-    assert GRU_BACKENDS.in_use("aten", x, layer) == "aten (native)"
+    assert [GRU.backends.choose("auto", each, layer) for each in (x, x.double(), x.bfloat16())] == ["manual"] * 3
+    assert GRU.backends.choose("auto", x[:, :0], layer) == "reference"
+    assert GRU.backends.in_use("aten", x, layer) == "aten (native)"
     for asked in ("auto", "manual"):
-        assert GRU_BACKENDS.in_use(asked, on_gpu(torch.float32), layer) == "aten (cuDNN)"
+        assert GRU.backends.in_use(asked, on_gpu(torch.float32), layer) == "aten (cuDNN)"
     with pytest.raises(PlanError, match="kernel=fast is not a backend; use one of auto, reference, aten"):
-        GRU_BACKENDS.check("fast")
+        GRU.backends.check("fast")
     monkeypatch.setenv("CARRYWAVE_KERNEL", "reference")
-    assert GRU_BACKENDS.choose("auto", x, layer) == "reference"
+    assert GRU.backends.choose("auto", x, layer) == "reference"
 
 
-@pytest.mark.parametrize(("backends", "layer"), [(BACKENDS, LAYER), (GRU_BACKENDS, GRU_LAYER)], ids=["lstm", "gru"])
-def test_choice_with_resets_and_noise(backends: Dispatch, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("backends", "layer"), [(LSTM.backends, LAYER), (GRU.backends, GRU_LAYER)], ids=["lstm", "gru"])
+def test_choice_with_resets_and_noise(backends: Backends, layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     x, marks = torch.zeros(32, 1, 3), StepMarks(torch.zeros(32, 1, dtype=torch.bool))
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
     assert backends.choose("auto", x, layer, marks) == "manual"  # torch's kernels would be called anew at every reset
@@ -116,7 +114,7 @@ def test_choice_with_resets_and_noise(backends: Dispatch, layer: Layer, monkeypa
 
 
 def test_choice_of_a_projection_with_resets() -> None:
-    assert BACKENDS.choose("auto", torch.zeros(32, 1, 3), PROJECTED, StepMarks(torch.zeros(32, 1, dtype=torch.bool))) == "aten"
+    assert LSTM.backends.choose("auto", torch.zeros(32, 1, 3), PROJECTED, StepMarks(torch.zeros(32, 1, dtype=torch.bool))) == "aten"
 
 
 def test_the_choice_leaves_a_free_number_of_steps_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,49 +131,51 @@ def test_the_choice_leaves_a_free_number_of_steps_free(monkeypatch: pytest.Monke
 
 
 def test_the_spec_takes_every_backend() -> None:
-    assert typing.get_args(PlanSpec.model_fields["kernel"].annotation) == ("auto", *BACKENDS.backends) == ("auto", *GRU_BACKENDS.backends)
+    assert (
+        typing.get_args(PlanSpec.model_fields["kernel"].annotation) == ("auto", *LSTM.backends.backends) == ("auto", *GRU.backends.backends)
+    )
 
 
 def test_on_a_gpu_halves_take_the_persistent_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     for dtype in (torch.bfloat16, torch.float16):
-        assert BACKENDS.choose("auto", on_gpu(dtype), LAYER) == "persistent"
+        assert LSTM.backends.choose("auto", on_gpu(dtype), LAYER) == "persistent"
     for dtype in (torch.float32, torch.float64):
-        assert BACKENDS.choose("auto", on_gpu(dtype), LAYER) == "aten"
-    assert BACKENDS.choose("aten", on_gpu(torch.bfloat16), LAYER) == "aten"
+        assert LSTM.backends.choose("auto", on_gpu(dtype), LAYER) == "aten"
+    assert LSTM.backends.choose("aten", on_gpu(torch.bfloat16), LAYER) == "aten"
     monkeypatch.setenv("CARRYWAVE_KERNEL", "reference")
-    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "reference"
+    assert LSTM.backends.choose("auto", on_gpu(torch.bfloat16), LAYER) == "reference"
 
 
 def test_noise_that_the_persistent_kernel_does_not_run_goes_to_the_definition(a_gpu: Callable[..., list[int]]) -> None:
     a_gpu(9)
     x, noise = on_gpu(torch.bfloat16), CellNoise(0.1, (0.2, 0.0), ((1, 2, 3), (4, 5, 6)), key=torch.zeros(2))
     resets, initial = torch.zeros(40, 2, dtype=torch.bool), Carry(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
-    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, initial)) == "persistent"
-    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, noise=noise)) == "persistent"
-    assert BACKENDS.choose("auto", x, LAYER, StepMarks(resets, initial, noise)) == "reference"
-    assert BACKENDS.choose("auto", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
+    assert LSTM.backends.choose("auto", x, LAYER, StepMarks(resets, initial)) == "persistent"
+    assert LSTM.backends.choose("auto", x, LAYER, StepMarks(resets, noise=noise)) == "persistent"
+    assert LSTM.backends.choose("auto", x, LAYER, StepMarks(resets, initial, noise)) == "reference"
+    assert LSTM.backends.choose("auto", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
     with pytest.warns(UserWarning, match="it supports noise inside the cell in one direction, and not together with resets to a learned"):
-        assert BACKENDS.choose("persistent", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
+        assert LSTM.backends.choose("persistent", x, LAYER * 2, StepMarks(noise=noise)) == "reference"
 
 
 def test_what_cudnn_runs_faster_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     wide = (LayerWeights(torch.empty(4096, 3, device="meta"), torch.empty(4096, 1024, device="meta")),)
-    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, lanes=128), wide) == "persistent"
-    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, lanes=512), wide) == "aten"
-    assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16, lanes=512), wide) == "persistent"
-    assert BACKENDS.choose("auto", on_gpu(torch.float16, steps=16), LAYER) == "aten"
-    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16, steps=16), LAYER) == "persistent"
+    assert LSTM.backends.choose("auto", on_gpu(torch.bfloat16, lanes=128), wide) == "persistent"
+    assert LSTM.backends.choose("auto", on_gpu(torch.bfloat16, lanes=512), wide) == "aten"
+    assert LSTM.backends.choose("persistent", on_gpu(torch.bfloat16, lanes=512), wide) == "persistent"
+    assert LSTM.backends.choose("auto", on_gpu(torch.float16, steps=16), LAYER) == "aten"
+    assert LSTM.backends.choose("auto", on_gpu(torch.bfloat16, steps=16), LAYER) == "persistent"
 
 
 def test_what_does_not_fit_is_left_to_cudnn_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings are errors: one would fail the test."""
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(persistent, "refusal", refusing("4000 units and 2 lanes do not fit"))
-    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert LSTM.backends.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
 
 
 def test_what_was_asked_for_and_does_not_fit_is_said_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,16 +183,16 @@ def test_what_was_asked_for_and_does_not_fit_is_said_once_for_each_reason(monkey
     for why in ("4000 units and 2 lanes do not fit", "it does not support projections"):
         monkeypatch.setattr(persistent, "refusal", refusing(why))
         with pytest.warns(UserWarning, match=f"the persistent recurrent kernel is not used.*: {why}"):
-            assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
-        assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+            assert LSTM.backends.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+        assert LSTM.backends.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
 
 
 def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "available", lambda: "No module named 'cuda'")
     monkeypatch.setattr(persistent, "refusal", refusing("CUDA code cannot be compiled here (No module named 'cuda')"))
     with pytest.warns(UserWarning, match="No module named 'cuda'"):
-        assert BACKENDS.choose("auto", on_gpu(torch.float16), LAYER) == "aten"
-    assert BACKENDS.choose("auto", on_gpu(torch.float16), LAYER) == "aten"
+        assert LSTM.backends.choose("auto", on_gpu(torch.float16), LAYER) == "aten"
+    assert LSTM.backends.choose("auto", on_gpu(torch.float16), LAYER) == "aten"
 
 
 @pytest.fixture
@@ -220,16 +220,16 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[int]]]
 
 def test_a_gpu_that_can_run_it_is_probed_and_chosen(a_gpu: Callable[..., list[int]]) -> None:
     probed = a_gpu(9)
-    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
+    assert LSTM.backends.choose("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
     assert set(probed) == {0}
 
 
 def test_an_a100_is_refused_without_a_probe(a_gpu: Callable[..., list[int]]) -> None:
     """The probe asks for more shared memory than an A100 has. Warnings are errors: another GPU is nobody's fault."""
     probed = a_gpu(8)
-    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert LSTM.backends.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
     with pytest.warns(UserWarning, match="it needs a Hopper GPU"):
-        assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+        assert LSTM.backends.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
     assert probed == []
 
 
@@ -237,15 +237,15 @@ def test_an_a100_is_refused_without_a_probe(a_gpu: Callable[..., list[int]]) -> 
 def test_without_a_compiler_nothing_is_probed(asked: str, a_gpu: Callable[..., list[int]]) -> None:
     probed = a_gpu(9, missing="No module named 'cuda'")
     with pytest.warns(UserWarning, match=r"CUDA code cannot be compiled here \(No module named 'cuda'\)"):
-        assert BACKENDS.choose(asked, on_gpu(torch.bfloat16), LAYER) == "aten"
+        assert LSTM.backends.choose(asked, on_gpu(torch.bfloat16), LAYER) == "aten"
     assert probed == []
 
 
 def test_a_probe_that_fails_is_a_refusal_and_not_repeated(a_gpu: Callable[..., list[int]]) -> None:
     probed = a_gpu(9, fault="CUDA_ERROR_INVALID_VALUE")
     with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_INVALID_VALUE"):
-        assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
-    assert BACKENDS.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"  # without another warning, which would be an error
+        assert LSTM.backends.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert LSTM.backends.choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"  # without another warning, which would be an error
     assert persistent.refusal(on_gpu(torch.bfloat16), LAYER) == "it failed: CUDA_ERROR_INVALID_VALUE"
     assert probed == [0]
 
@@ -260,12 +260,12 @@ def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkey
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     monkeypatch.setattr(persistent, "layer", fails)
-    monkeypatch.setattr(BACKENDS, "_fastest", lambda *_: "persistent")
+    monkeypatch.setattr(dispatch, "_halves_on_gpu", lambda _: True)
     x = torch.randn(5, 2, 3)
     expected = aten.layer(x, carry(), LAYER, None)
     with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE") as said:
-        first = BACKENDS.run(asked, x, carry(), LAYER, None)
-    second = BACKENDS.run(asked, x, carry(), LAYER, None)
+        first = LSTM.backends.run(asked, x, carry(), LAYER, None)
+    second = LSTM.backends.run(asked, x, carry(), LAYER, None)
     assert len(said) == 1
     assert tried == ["layer"]
     for y, end in (first, second):
@@ -296,7 +296,7 @@ def test_other_errors_of_a_kernel_are_not_hidden(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(persistent, "refusal", refusing(""))
     monkeypatch.setattr(persistent, "layer", fails)
     with pytest.raises(torch.OutOfMemoryError):
-        BACKENDS.run("persistent", torch.randn(5, 2, 3), carry(), LAYER, None)
+        LSTM.backends.run("persistent", torch.randn(5, 2, 3), carry(), LAYER, None)
 
 
 def test_the_persistent_kernel_is_given_what_it_casts_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,22 +319,22 @@ def test_the_persistent_kernel_is_given_what_it_casts_itself(monkeypatch: pytest
 def test_torch_compile_sees_kernels_it_can_look_into(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(persistent, "refusal", refusing(""))
-    assert BACKENDS.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
-    assert BACKENDS.choose("manual", torch.zeros(5, 2, 3), LAYER) == "aten"
-    assert BACKENDS.choose("reference", torch.zeros(5, 2, 3), LAYER) == "reference"
+    assert LSTM.backends.choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert LSTM.backends.choose("manual", torch.zeros(5, 2, 3), LAYER) == "aten"
+    assert LSTM.backends.choose("reference", torch.zeros(5, 2, 3), LAYER) == "reference"
 
 
 def test_names_that_people_know(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(32, 1, 3)
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
-    assert BACKENDS.in_use("auto", x, LAYER) == "aten (oneDNN)"
-    assert BACKENDS.in_use("auto", x, PROJECTED) == "aten (native)"
-    assert BACKENDS.in_use("auto", x.double(), LAYER) == "manual"
-    assert BACKENDS.in_use("auto", x.to("meta"), LAYER) == "aten"
-    assert BACKENDS.in_use("auto", on_gpu(torch.float32), LAYER) == "aten (cuDNN)"
+    assert LSTM.backends.in_use("auto", x, LAYER) == "aten (oneDNN)"
+    assert LSTM.backends.in_use("auto", x, PROJECTED) == "aten (native)"
+    assert LSTM.backends.in_use("auto", x.double(), LAYER) == "manual"
+    assert LSTM.backends.in_use("auto", x.to("meta"), LAYER) == "aten"
+    assert LSTM.backends.in_use("auto", on_gpu(torch.float32), LAYER) == "aten (cuDNN)"
     monkeypatch.setattr(persistent, "refusal", refusing(""))
-    assert BACKENDS.in_use("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
+    assert LSTM.backends.in_use("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
 
 
 @pytest.mark.parametrize(("name", "directions"), [("lstm", 1), ("lstm", 2), ("gru", 1)])

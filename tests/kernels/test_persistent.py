@@ -27,9 +27,9 @@ from _problems import CELLS, Stack, assert_same, each_kind, stacks
 
 from carrywave.cells.cell import by_name
 from carrywave.kernels import random, reference
-from carrywave.kernels.backends import backends_of
 from carrywave.kernels.carry import changed
 from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.dispatch import backends_of
 from carrywave.kernels.hopper import persistent, recurrence
 from carrywave.kernels.hopper.choice import alone, heads_for, wide_for
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave

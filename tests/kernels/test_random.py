@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from carrywave.errors import UserError
 from carrywave.kernels import random
 
 WORD = 1 << 32
@@ -205,3 +207,27 @@ def test_scopes_nest_and_end() -> None:
         assert outer is not None
         assert outer.start == 5
     assert random.current_scope() is None
+
+
+class Drawing(torch.autograd.Function):
+    """Draws in its backward, as a checkpointed module with dropout does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        random.draw()
+        return grad
+
+
+def test_nothing_is_drawn_in_the_backward_of_a_trainer_and_elsewhere_it_is() -> None:
+    x = torch.ones(1, requires_grad=True)
+    with random.without_draws():
+        random.draw()  # by another thread, which is not in that backward
+        with random.without_draws():
+            pass
+        with pytest.raises(UserError, match="computed again in backward"):  # still refused
+            Drawing.apply(x).backward()
+    Drawing.apply(x).backward()

@@ -75,7 +75,6 @@ def test_the_planner_counts_its_parameters() -> None:
         ({"model": {"cutoffs": [3]}}, "cutoffs are for softmax=adaptive"),
         ({"model": {"softmax": "adaptive", "cutoffs": [5, 3]}}, "cutoffs must increase, got"),
         ({"model": {"softmax": "adaptive", "tie": True}}, "tie needs one matrix for all tokens"),
-        ({"task": "tagging", "model": {"softmax": "adaptive"}}, "model.softmax is for language, not for tagging"),
     ],
 )
 def test_a_spec_that_contradicts_itself_is_refused(given: dict[str, object], message: str) -> None:

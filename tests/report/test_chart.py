@@ -26,7 +26,7 @@ def test_a_line_goes_through_its_points() -> None:
 def test_every_text_is_escaped() -> None:
     evil = "</title><script>alert(1)</script>&"
     line, area = Curve(evil, [(1, 1.0), (2, 2.0)], dots=True), Area(evil, [(1, 0.0, 1.0), (2, 1.0, 2.0)])
-    chart = Chart(evil, [line], [area], x_name=evil, marks=[Mark(1, 1.0, evil)], x_ticks=[(1, evil), (2, "Tuesday")])
+    chart = Chart(evil, [line], [area], x_name=evil, mark=Mark(1, 1.0, evil), x_ticks=[(1, evil), (2, "Tuesday")])
     svg = document(evil, [chart, chart])
     ElementTree.fromstring(chart.svg)
     assert [name for _, name in chart.legend] == [evil, evil]
@@ -35,18 +35,14 @@ def test_every_text_is_escaped() -> None:
     assert svg.count("&lt;script&gt;") >= 5
 
 
-def test_what_is_said_of_a_mark_covers_neither_the_curve_nor_another_mark() -> None:
-    line = Curve("a", [(0, 0.0), (50, 10.0), (100, 5.0)])
-    marks = [Mark(50, 10.0, "best: 10 at step 50"), Mark(55, 5.0, "10.1 at step 55"), Mark(100, 5.0, "5 at step 100")]
-    svg = Chart("t", [line], marks=marks).svg
+def test_what_is_said_of_a_mark_stands_above_the_curve() -> None:
+    line, mark = Curve("a", [(0, 0.0), (50, 10.0), (100, 5.0)]), Mark(100, 5.0, "5 at step 100")
+    svg = Chart("t", [line], mark=mark).svg
     highest = min(y for _, y in points_of(svg))
-    found = [(float(x), float(y)) for x, y in re.findall(r'<text class="said mid" x="([0-9.]+)" y="([0-9.]+)"', svg)]
-    assert len(found) == 3
-    assert all(y < highest for _, y in found)
-    assert found[0][1] != found[1][1]  # too near for one row
-    assert found[0][1] == found[2][1]
-    assert found[2][0] + 7.4 * len("5 at step 100") / 2 <= WIDTH  # moved to where it is not cut off
-    assert min(y for _, y in points_of(Chart("t", [line]).svg)) < highest  # without marks, the plot has the room
+    [(x, y)] = [(float(x), float(y)) for x, y in re.findall(r'<text class="said mid" x="([0-9.]+)" y="([0-9.]+)"', svg)]
+    assert y < highest
+    assert x + 7.4 * len("5 at step 100") / 2 <= WIDTH  # moved to where it is not cut off
+    assert min(y for _, y in points_of(Chart("t", [line]).svg)) < highest  # without a mark, the plot has the room
 
 
 def test_a_spike_survives_the_reduction() -> None:

@@ -139,8 +139,6 @@ def test_other_labels_have_a_softmax(tmp_path: Path) -> None:
     given = [{"tokens": ["old", "town"], "labels": ["ADJ", "NOUN"]}, {"tokens": ["old"], "labels": ["ADJ"]}] * 5
     spec = resolved(cw.fit(SMALL, given, run=tmp_path / "words", **QUICK))
     assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (False, "none", 0, 0.3)
-    with pytest.raises(SpecError, match=r"model.character_width is for model.characters, which is none; remove it, or set"):
-        cw.fit(SPELLED, given, run=tmp_path / "idle", **QUICK)
     numbers = [{"steps": [[1.0], [2.0]], "labels": ["B-x", "I-x"]}, {"steps": [[3.0]], "labels": ["O"]}] * 5
     spec = resolved(cw.fit({"hidden": 4}, numbers, run=tmp_path / "numbers", **QUICK))
     assert (spec.model.crf, spec.model.characters, spec.train.best) == (False, "none", "loss")
@@ -227,11 +225,6 @@ def test_labels_without_spans_need_no_scheme_and_have_no_spans() -> None:
 def test_what_it_is_refused_with(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         parse({"task": "tagging", "model": {"crf": True}, **asked})
-
-
-def test_a_scheme_without_a_crf_acts_on_nothing() -> None:
-    with pytest.raises(SpecError, match=r"data.scheme is for model.crf, which is off; remove it, or set model.crf=true"):
-        cw.fit({"hidden": 2, "crf": False}, rows()[:4], task="tagging", data={"scheme": "bio"}, train={"epochs": 1})
 
 
 def test_sequences_have_weights_and_steps_have_none() -> None:

@@ -142,10 +142,6 @@ def test_what_is_no_count_is_refused_at_reading(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse({"task": "forecasting", "data": data})
-    with pytest.raises(SpecError, match=r"train\.loss has no effect beside data\.distribution, whose loss is its negative log-likelihood"):
-        parse({"task": "forecasting", "data": {"distribution": "normal"}, "train": {"loss": "mae"}})
-    with pytest.raises(SpecError, match=r"data\.distribution is for forecasting, not for regression; remove it"):
-        parse({"task": "regression", "data": {"distribution": "normal"}})
 
 
 def test_logs_of_a_normal_distribution_are_undone_in_quantiles_and_paths(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from carrywave.errors import SpecError
-from carrywave.tuning.search_space import check_space, combinations, samples_of, space_from, space_of, spec_with, value_of
+from carrywave.tuning.search_space import check_space, combinations, samples_of, space_from, space_of, value_of
 
 BASE: dict[str, Any] = {"task": "classification", "data": {"train": "a.jsonl", "valid": "b.jsonl"}}
 
@@ -67,12 +67,6 @@ def test_what_is_no_choice_and_no_range_is_refused(given: dict[str, Any], said: 
 def test_keys_and_values_are_checked_before_the_first_trial(words: list[str], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         check_space(BASE, space_of(words)[0])
-
-
-def test_a_key_that_acts_on_nothing_beside_some_value_is_left_out_there() -> None:
-    base, (space, _) = BASE | {"train": {"momentum": 0.9}}, space_of(["train.optimizer=sgd,adam"])
-    check_space(base, space)
-    assert [spec_with(base, {"train.optimizer": name}).train.momentum for name in ("sgd", "adam")] == [0.9, 0.0]
 
 
 def test_a_seed_that_picks_what_is_held_out_is_not_searched() -> None:

@@ -94,9 +94,7 @@ class Cell:
     memory: bool = False  # its step passes a memory through `normed`, so norms inside the cell have a gain and bias for it
     free: tuple[str, ...] | None = None  # parts of the carry whose units may have any value (learned_carry, zoneout); None: all
     forget_gate: int | None = None  # the gate that keeps the carry when it is open, which `model.forget_bias` is for
-    backends: str | None = (
-        None  # a module with `kernels.backends.Backends`, BACKENDS; None: the definition runs, differentiated by autograd
-    )
+    kernels: bool = False  # `kernels/dispatch.py` has some for it; otherwise the definition runs, differentiated by autograd
     torch_module: str | None = None  # the class in torch.nn that has the same weights and answers
     torch_arguments: Mapping[str, Any] = field(default_factory=dict)  # what that class must be told besides
     torch_function: str | None = None  # the function of torch that runs layers of it
@@ -125,7 +123,7 @@ class Cell:
 
     def has_kernels(self, precision: str) -> bool:
         """True if kernels run its layers in a precision, on some device at least: torch's in any, our own in half precision."""
-        return self.backends is not None and (self.torch_module is not None or precision in HALF_PRECISIONS)
+        return self.kernels and (self.torch_module is not None or precision in HALF_PRECISIONS)
 
     def widths(self, hidden: int, projection: int = 0) -> tuple[int, ...]:
         """The width of each part of the carry."""
@@ -171,6 +169,6 @@ def by_name(name: str) -> Cell:
     cell: Cell = import_module(f"{cells.__name__}.{name}").CELL
     if cell.name != name:
         raise SpecError(f"the cell in {name}.py is called {cell.name}; give it the name of its file")
-    if cell.backends is None and not cell.launches:
-        raise SpecError(f"the cell {name} has no backends; say for the planner how many operations a step launches (launches=...)")
+    if not cell.kernels and not cell.launches:
+        raise SpecError(f"the cell {name} has no kernels; say for the planner how many operations a step launches (launches=...)")
     return cell

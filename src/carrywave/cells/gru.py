@@ -36,7 +36,7 @@ CELL = Cell(
     carry=Carry,
     step=step,
     forget_gate=1,  # the update gate: open, it keeps h
-    backends="carrywave.kernels.gru.dispatch",
+    kernels=True,
     torch_module="GRU",
     torch_function="gru",
     onnx=OnnxForm("GRU", order=(1, 0, 2), attributes={"linear_before_reset": 1}),

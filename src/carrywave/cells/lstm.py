@@ -44,7 +44,7 @@ CELL = Cell(
     projects=True,
     forget_gate=1,
     memory=True,
-    backends="carrywave.kernels.lstm.dispatch",
+    kernels=True,
     torch_module="LSTM",
     torch_function="lstm",
     onnx=OnnxForm("LSTM", order=(0, 3, 1, 2)),

@@ -13,7 +13,7 @@ import pandas as pd
 
 from carrywave.data import examples, holdout, overlap
 from carrywave.data.codec import Codec
-from carrywave.data.files import cache, hashes, hub_datasets
+from carrywave.data.files import cache, hashes
 from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.files.frame_file import read_frame
@@ -32,7 +32,6 @@ from carrywave.data.text.tally import Tally
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.defaults import AUTO, with_spans
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.idle_keys import BUILTIN, BYTES, DATASET
 from carrywave.spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ class Prepared:
     fingerprint: str  # hash of what was read
     notes: tuple[str, ...] = ()  # remarks for the user about how the data was read
     about: Mapping[str, Any] = field(default_factory=dict)  # how a table of series was read, for programs
-    formats: frozenset[str] = frozenset()  # of the files; none if the data was passed as objects
 
 
 @dataclass(frozen=True)
@@ -99,15 +97,6 @@ class FileInput:
         return read_frame(source, self.spec.data)
 
     @property
-    def how(self) -> str:
-        """The format of the file, as far as keys about files act on it."""
-        if self.source.path is None:
-            return BUILTIN
-        if hub_datasets.is_name(self.name):
-            return DATASET
-        return BYTES if self.source.format == "text" and _reads_bytes(self.spec) else self.source.format
-
-    @property
     def files(self) -> list[Path]:
         """The file, and those beside it that may have its labels."""
         return [] if self.source.path is None else [self.source.path, *labels_beside(self.source, self.spec)]
@@ -127,15 +116,14 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
         raise SpecError("data.train is not set; set it to a file to train on")
     inputs = _inputs(spec)
     place = cache.folder(spec.data.cache)
-    files = {part: [each.how, *((str(path.absolute()), hashes.signs_of(path)) for path in each.files)] for part, each in inputs.items()}
+    files = {part: [(str(path.absolute()), hashes.signs_of(path)) for path in each.files] for part, each in inputs.items()}
     key = key_of(files, spec, codec)
 
     def built(new: NewArray) -> Entry:
         note(f"reading {', '.join(each.name for each in inputs.values())} into the cache {place / key}")
         return build(inputs, spec, new, codec)
 
-    prepared = bundle(cache.fetch(place, key, built), note)
-    return replace(prepared, formats=frozenset(each.how for each in inputs.values()))
+    return bundle(cache.fetch(place, key, built), note)
 
 
 def _inputs(spec: Spec) -> dict[str, FileInput]:

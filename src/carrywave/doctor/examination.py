@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ def examine(request: Request, deliver: Callable[[Report], None], say: Callable[[
         if rank == 0:
             fact = f"the examination did not end within {LONGEST_SECONDS:g} s after the workers had met"
             deliver(Report((*findings, Finding("wrong", "hang", fact, remedy))))
+        sys.stdout.flush()
         os._exit(1)
 
     name = host.check_name(several_hosts=local_size < size if launched() else None)
@@ -70,8 +72,8 @@ def examine(request: Request, deliver: Callable[[Report], None], say: Callable[[
     except (UserError, ContactLost, RuntimeError) as error:
         told = error if isinstance(error, (UserError, ContactLost)) else RuntimeError(f"{where}: {error}")
         report = Report((*findings, of_error("workers", told)))
-        if local_rank == 0 and getattr(error, "reported_by", None) in (None, rank):
-            deliver(report)
+        if getattr(error, "reported_by", None) in (None, rank):
+            deliver(report) if local_rank == 0 else say(report.findings[-1].text)
         code = 1
     timer.cancel()
     return code

@@ -1,98 +1,100 @@
-"""`Dispatch` chooses the backend that runs a layer, by device, precision and shape, and falls back if it cannot run it.
+"""Which backend runs a layer. The first row that fits, of those below; a backend asked for by name skips the rows of the others.
 
-Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels: cuDNN, oneDNN), `manual` (handwritten backward, for the
-CPU) and `persistent` (our own kernels, for Hopper GPUs). `auto` takes the fastest that supports the layer. Whatever a backend cannot run
-falls back to `aten`; if `persistent` was requested by name or is broken, the process warns once for each reason. Cases that every
-backend but the definition gets wrong or rejects go to `reference`: batches without lanes, torch.func and forward mode, norms inside the
-cell, noise unless `persistent` takes it, and resets that a tracer or a CUDA graph would have to read (see `torch_kernels`). Layers with
-resets run on `manual` on the CPU whatever their length: torch's kernels are called anew at every reset.
+    backend      what it is                                runs a layer
+    normed       our kernels around torch's products       with norms inside the cell, on a GPU, in half precision (`cuda/normed.py`)
+    reference    the definition, in plain PyTorch          with such norms elsewhere; without lanes; in torch.func and forward mode
+    persistent   our kernels for Hopper GPUs               on such a GPU in half precision, where it fits and pays (`hopper/`)
+    aten         torch's kernels: cuDNN, oneDNN, native    on a CPU where oneDNN is faster (`lstm/aten.py`), unless lanes start again
+    manual       a handwritten backward                    of an LSTM or GRU on the CPU, in one head, without noise, untraced
+    aten                                                   of a cell of torch, in one head, without noise; lanes start again only where
+                                                           the host can read it: not in a tracer or a CUDA graph
+    reference                                              whatever is left
+
+A cell without kernels of its own, such as a user's, runs by its definition. If the persistent kernel fails, or was asked for and cannot
+run, the process warns once for each reason, and the rows below it decide.
 
 Shapes: T time, B lane, I input, O outputs of all directions.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
-from functools import partial
-from typing import Protocol
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from carrywave.cells.cell import Cell
-from carrywave.kernels import torch_kernels
-from carrywave.kernels.backends import Backend, Backends, checked_name, in_dtype, with_library, without_choice
+from carrywave.cells.cell import Cell, by_name, names
+from carrywave.errors import PlanError
+from carrywave.kernels import derivatives, reference, torch_kernels
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.cuda import normed, nvrtc
 from carrywave.kernels.cuda.casting import HALVES
+from carrywave.kernels.gru import aten as gru_aten
+from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.hopper import persistent, windowed
 from carrywave.kernels.hopper.layout import Wave
+from carrywave.kernels.lstm import aten as lstm_aten
+from carrywave.kernels.lstm import manual as lstm_manual
 from carrywave.kernels.step_marks import StepMarks
-from carrywave.kernels.weights import Layer, LayerWeights, heads_of
+from carrywave.kernels.weights import Backend, Layer, LayerWeights, heads_of, in_dtype
 from carrywave.kernels.window import WindowChunk
+
+# For each cell that has kernels, the modules of `aten` and `manual`, if it has them; the persistent kernel runs all of these cells.
+KERNELS: dict[str, tuple[Any, Any]] = {"lstm": (lstm_aten, lstm_manual), "gru": (gru_aten, gru_manual), "slstm": (None, None)}
+ENVIRONMENT = "CARRYWAVE_KERNEL"  # the backend that it names takes precedence over what a layer asks for
 
 _warned: set[str] = set()  # reasons that this process has already warned about
 _failures: list[str] = []  # after its first failure, the persistent kernel is not tried again
 
 
-class TorchKernels(Protocol):
-    """The module that runs layers of a cell on torch's kernels."""
-
-    layer: Backend
-    KERNEL: torch_kernels.Kernel
-
-    def prefers_onednn(self, x_TBI: Tensor, weights: LayerWeights, /, *, trains: bool = True) -> bool:
-        """True if oneDNN is the fastest for this layer."""
-
-
-class Handwritten(Protocol):
-    """The module with the handwritten backward of a cell."""
-
-    layer: Backend
-
-    def serves(self, x_TBI: Tensor, weights: Layer, /) -> bool:
-        """True if this backend supports the layer."""
-
-
-class Dispatch(Backends):
+class Backends:
     """The backends of the layers of one cell."""
 
-    def __init__(self, cell: Cell, aten: TorchKernels | None = None, manual: Handwritten | None = None) -> None:
-        super().__init__(cell)
-        self.of, self.cell, self.aten, self.manual = cell, cell.name, aten, manual
-        self.backends: dict[str, Backend] = {"reference": self.backend}
-        self.backends |= {} if aten is None else {"aten": aten.layer}
-        self.backends |= {} if manual is None else {"manual": manual.layer}
-        self.backends |= {"persistent": partial(persistent.layer, cell=cell.name)}
+    def __init__(self, cell: Cell) -> None:
+        self.cell, self.wide = cell, cell.wide
+        ours = cell.name in names() and by_name(cell.name) is cell  # and not made from one of ours with another step
+        self.torch_function = cell.torch_function if ours else None
+        self.has_kernels = ours and cell.name in KERNELS
+        modules: tuple[Any, Any] = KERNELS[cell.name] if self.has_kernels else (None, None)
+        self.aten, self.manual = modules
+        self.backends: dict[str, Backend] = {"reference": partial(reference.layer, cell=cell)}
+        self.backends |= {name: module.layer for name, module in zip(("aten", "manual"), modules, strict=True) if module is not None}
+        self.backends |= {"persistent": partial(persistent.layer, cell=cell.name)} if self.has_kernels else {}
         self.normed = partial(normed.layer, cell=cell)
 
     def check(self, asked: str) -> str:
-        """The requested backend, or the one named by the environment variable CARRYWAVE_KERNEL; raise if it is unknown."""
-        return checked_name(asked, self.backends)
+        """The requested backend, or the one named by the environment; raise if it is unknown."""
+        forced = os.environ.get(ENVIRONMENT, "")
+        name = forced or asked
+        if name != "auto" and name not in self.backends:
+            raise PlanError(f"{ENVIRONMENT if forced else 'kernel'}={name} is not a backend; use one of auto, {', '.join(self.backends)}")
+        return name
 
     def choose(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
-        """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
+        """The backend that runs this layer on x, which is already in the compute dtype."""
         name = self.check(asked)
-        forced = name != "auto"
+        if not self.has_kernels or name == "reference":
+            return "reference"
         if layer[0].extra is not None:
-            return "normed" if not forced and normed.serves(self.of, x_TBI, layer, marks) else "reference"
-        whole = heads_of(layer, self.of.gates) == 1
+            return "normed" if name == "auto" and normed.serves(self.cell, x_TBI, layer, marks) else "reference"
+        whole = heads_of(layer, self.cell.gates) == 1
         torchs = "aten" if whole and self.aten is not None and torch_kernels.serves(x_TBI, marks) else "reference"
-        if only := without_choice(name, x_TBI):
-            return torchs if only == "aten" else only
-        name = name if forced else self._fastest(x_TBI, layer, marks)
-        quiet = marks is None or marks.noise is None
-        if name == "manual" and whole and quiet and self.manual is not None and self.manual.serves(x_TBI, layer):
-            return "manual"
-        if name != "persistent":
+        if derivatives.traced():  # a tracer cannot look into a handwritten backward, and would unroll a loop over steps
             return torchs
-        why = _failures[0] if _failures else persistent.refusal(x_TBI, layer, marks, self.cell)
-        # Warn about an unsupported shape only if this backend was requested by name, but always about a missing compiler.
-        if why and why not in _warned and (forced or _is_broken(why)):
-            _warn(why)
-        # Only after the refusal: whether it pays depends on the chip, and only a GPU that is not refused can be asked for it.
-        return "persistent" if not why and (forced or marks is not None or persistent.pays(x_TBI, layer)) else torchs
+        if x_TBI.shape[1] == 0 or derivatives.transformed():
+            return "reference"
+        if name == "persistent" or (name == "auto" and _halves_on_gpu(x_TBI)):
+            return "persistent" if self._persists(x_TBI, layer, marks, forced=name != "auto") else torchs
+        if name == "auto" and marks is None and self._prefers_onednn(x_TBI, layer):
+            return torchs
+        quiet = whole and (marks is None or marks.noise is None)
+        if name != "aten" and quiet and self.manual is not None and self.manual.serves(x_TBI, layer):
+            return "manual"
+        return torchs
 
     def run(
         self,
@@ -116,7 +118,7 @@ class Dispatch(Backends):
         if name == "persistent":
             try:
                 # It takes weights and carry in their own dtypes, and casts them itself.
-                return persistent.layer(x_TBI, carry, layer, lengths_B, self.cell, marks=marks, clean=clean, chunk=chunk)
+                return persistent.layer(x_TBI, carry, layer, lengths_B, self.cell.name, marks=marks, clean=clean, chunk=chunk)
             except nvrtc.KernelError as error:
                 if begun:
                     raise
@@ -137,10 +139,10 @@ class Dispatch(Backends):
         *,
         plain: bool = False,
     ) -> Wave | torch_kernels.Kernel | None:
-        """How to run layers concurrently on one GPU, by our kernels or, if they are `plain`, in one call of torch's; None to run them one
-        after the other, each on the backend chosen for it.
+        """How to run layers concurrently on one GPU, by our kernels or, if they are `plain` (no dropout between them, every step is real),
+        in one call of torch's; None to run them one after the other, each on the backend chosen for it.
         """
-        if len(layers) < 2:
+        if len(layers) < 2 or not self.has_kernels:
             return None
         held = windowed.held_by(chunk, [layer[0] for layer in layers])
         if held is not None:
@@ -148,9 +150,10 @@ class Dispatch(Backends):
         each = zip(layers, marks or [None] * len(layers), strict=True)
         chosen = {"begun" if _begun(chunk, layer) else self.choose(asked, x_TBI, layer, marked) for layer, marked in each}
         if chosen == {"persistent"}:
-            return persistent.wave_of(x_TBI, layers, self.cell, plain=marks is None)
+            return persistent.wave_of(x_TBI, layers, self.cell.name, plain=marks is None)
         in_one = plain and marks is None and chosen == {"aten"} and torch_kernels.stackable(x_TBI, layers)
-        return self.aten.KERNEL if in_one and self.aten is not None else None
+        kernel: torch_kernels.Kernel | None = self.aten.KERNEL if in_one else None
+        return kernel
 
     def run_wave(
         self,
@@ -183,25 +186,44 @@ class Dispatch(Backends):
         """True if an earlier chunk of the window left the carries and weights of these layers with their backend."""
         return windowed.held_by(chunk, [layer[0] for layer in layers]) is not None or all(_begun(chunk, layer) for layer in layers)
 
-    def in_use(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
-        """The user-facing name of the backend that would run this layer: for torch's kernels, with the library behind them."""
-        return with_library(self.choose(asked, x_TBI, layer, marks), x_TBI, onednn=self._prefers_onednn(x_TBI, layer))
-
-    def _fastest(self, x_TBI: Tensor, layer: Layer, marks: StepMarks | None) -> str:
-        """The backend that is fastest on this device and precision; whether it can run the layer, and pays, is checked afterwards."""
-        if x_TBI.is_cuda and x_TBI.dtype in HALVES:
-            return "persistent"
-        return "aten" if marks is None and self._prefers_onednn(x_TBI, layer) else "manual"
-
-    def _prefers_onednn(self, x_TBI: Tensor, layer: Layer) -> bool:
-        return self.aten is not None and self.aten.prefers_onednn(x_TBI, layer[0])
-
     def library(self, x_TBI: Tensor, weights: LayerWeights) -> str | None:
+        """The library, native or oneDNN, with which torch's own function is the fastest on the CPU for a stack whose last layer has these
+        weights; None if kernels of ours are.
+        """
         trains = torch.is_grad_enabled()
         if self.aten is not None and self.aten.prefers_onednn(x_TBI, weights, trains=trains):
             return "oneDNN"
-        native = not trains or x_TBI.shape[0] <= torch_kernels.FEW_STEPS or weights.w_hr is not None
-        return "native" if native and self.aten is not None else None
+        native = not trains or x_TBI.shape[0] <= torch_kernels.FEW_STEPS or weights.w_hr is not None or self.manual is None
+        return "native" if native else None
+
+    def in_use(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
+        """The user-facing name of the backend that would run this layer: for torch's kernels, with the library behind them."""
+        name = self.choose(asked, x_TBI, layer, marks)
+        libraries = {"cuda": "cuDNN", "cpu": "oneDNN" if self._prefers_onednn(x_TBI, layer) else "native"}
+        library = libraries.get(x_TBI.device.type) if name == "aten" else None
+        return name if library is None else f"{name} ({library})"
+
+    def _persists(self, x_TBI: Tensor, layer: Layer, marks: StepMarks | None, *, forced: bool) -> bool:
+        """True if the persistent kernel can run the layer and, unless it was asked for by name, is faster than torch's."""
+        why = _failures[0] if _failures else persistent.refusal(x_TBI, layer, marks, self.cell.name)
+        # Warn about an unsupported shape only if this backend was requested by name, but always about a missing compiler.
+        if why and (forced or _is_broken(why)):
+            _warn(why)
+        # Only after the refusal: whether it pays depends on the chip, and only a GPU that is not refused can be asked for it.
+        return not why and (forced or marks is not None or persistent.pays(x_TBI, layer))
+
+    def _prefers_onednn(self, x_TBI: Tensor, layer: Layer) -> bool:
+        return self.aten is not None and bool(self.aten.prefers_onednn(x_TBI, layer[0]))
+
+
+@cache
+def backends_of(cell: Cell) -> Backends:
+    """What runs the layers of a cell."""
+    return Backends(cell)
+
+
+def _halves_on_gpu(x_TBI: Tensor) -> bool:
+    return x_TBI.is_cuda and x_TBI.dtype in HALVES
 
 
 def _begun(chunk: WindowChunk | None, layer: Sequence[LayerWeights]) -> bool:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from carrywave.cells import lstm
-from carrywave.kernels.backends import Backends, backends_of
 from carrywave.kernels.carry import AnyCarries, AnyCarry
+from carrywave.kernels.dispatch import Backends, backends_of
 from carrywave.kernels.dropout import Coordinates, dropped, multiplier
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.step_marks import StepMarks

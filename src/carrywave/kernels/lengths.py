@@ -1,32 +1,21 @@
-"""Helpers shared by all backends to honour lengths without packing: masks, the last real step, reversal of lanes, both directions of a
-layer. Also padded outputs in the form of torch's packed sequences, and the check of what a user gives for each lane, which would otherwise
-be broadcast.
+"""Helpers shared by all backends to honour lengths without packing: masks, the last real step, reversal of lanes. Also padded outputs in
+the form of torch's packed sequences, and the check of what a user gives for each lane, which would otherwise be broadcast.
 
-Shapes: T time, B lane, I input, P output width of a direction, D directions. Lengths never leave the device.
+Shapes: T time, B lane, I input, P output width of a direction. Lengths never leave the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from carrywave.errors import UserError
-from carrywave.kernels.carry import AnyCarry
-from carrywave.kernels.weights import Layer, LayerWeights
-
-if TYPE_CHECKING:
-    from carrywave.kernels.step_marks import StepMarks
-
-# One direction over all steps: inputs, the parts of its carry [B, …], its weights, and its resets in the order of its steps; outputs
-# [T, B, P] and the parts at the end.
-Direction = Callable[[Tensor, Sequence[Tensor], LayerWeights, "StepMarks | None"], tuple[Tensor, Sequence[Tensor]]]
 
 
-def one_a_lane(value: Tensor | Sequence[int] | Sequence[bool], name: str, count: int, dtype: torch.dtype) -> Tensor:
+def for_each_lane(value: Tensor | Sequence[int] | Sequence[bool], name: str, count: int, dtype: torch.dtype) -> Tensor:
     """[B]: a flag (torch.bool) or a whole number for each of `count` lanes; anything else is refused."""
     value_B = torch.as_tensor(value)
     if value_B.shape != (count,) or value_B.is_floating_point() or (value_B.dtype == torch.bool) != (dtype == torch.bool):
@@ -64,23 +53,6 @@ def reversed_steps(x_TBI: Tensor, lengths_B: Tensor | None) -> Tensor:
     step_T1 = torch.arange(x_TBI.shape[0], device=x_TBI.device)[:, None]
     index_TB = torch.where(step_T1 < lengths_B, lengths_B - 1 - step_T1, step_T1)
     return x_TBI.gather(0, index_TB[..., None].expand(x_TBI.shape))
-
-
-def both_ways(
-    run: Direction, x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, marks: StepMarks | None = None
-) -> tuple[Tensor, AnyCarry]:
-    """Each direction of a layer by itself, the second on lanes that are reversed: outputs [T, B, P·D] and the carry at the end."""
-    ys, ends = [], []
-    for direction, each in enumerate(weights):
-        parts = [part[direction] for part in carry]
-        way = None if marks is None else marks.one_way(direction, lengths_B)
-        y_TBP, end = run(x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B), parts, each, way)
-        ys.append(y_TBP if direction == 0 else reversed_steps(y_TBP, lengths_B))
-        ends.append(end)
-    of_parts: Any = type(carry)
-    if len(ys) == 1:
-        return ys[0], of_parts(*(part[None] for part in ends[0]))
-    return torch.cat(ys, dim=-1), of_parts(*(torch.stack(parts) for parts in zip(*ends, strict=True)))
 
 
 def into_outputs(

@@ -74,7 +74,7 @@ def key(seed: int, *path: int) -> Tensor:
 
 def draw() -> Tensor:
     """Draw a key from torch's default generator, reproducible with torch.manual_seed. Only for use outside a trainer."""
-    if _Draws.refused:
+    if _BACKWARDS and torch._C._current_graph_task_id() != -1:
         raise UserError(
             "a module with dropout is computed again in backward, as torch.utils.checkpoint does, where its masks would not be those of "
             "the forward pass; set plan.recompute=true instead, or keep dropout out of what is checkpointed"
@@ -82,18 +82,19 @@ def draw() -> Tensor:
     return torch.randint(-(1 << 31), (1 << 31) - 1, (2,), dtype=torch.int64).to(torch.int32)
 
 
-class _Draws:
-    refused = False  # for all threads: autograd computes on threads of its own
+_BACKWARDS: list[object] = []  # one entry for each pass under way: of all threads, since autograd computes on threads of its own
 
 
 @contextlib.contextmanager
 def without_draws() -> Iterator[None]:
-    """Inside this context, `draw` raises: in the backward pass of a trainer nothing has a scope, and nothing should need a key."""
-    _Draws.refused = True
+    """Inside this context, `draw` raises in whatever autograd computes: in the backward pass of a trainer nothing has a scope, and nothing
+    should need a key.
+    """
+    _BACKWARDS.append(None)
     try:
         yield
     finally:
-        _Draws.refused = False
+        _BACKWARDS.pop()
 
 
 def fold(key: Tensor, site: int) -> Tensor:

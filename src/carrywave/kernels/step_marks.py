@@ -1,12 +1,14 @@
 """`StepMarks`: what happens to the carry of a layer at its steps, besides what the cell computes: where lanes start again, and `CellNoise`.
+`both_ways` takes them through a layer in both directions.
 
-Shapes: T time, B lane, P output width, H hidden, D directions.
+Shapes: T time, B lane, I input, P output width, H hidden, D directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarry, changed
 from carrywave.kernels.dropout import Coordinates, multiplier
 from carrywave.kernels.lengths import real_steps, reversed_steps
+from carrywave.kernels.weights import Layer, LayerWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +102,28 @@ class StepMarks:
         if resets_TB is not None and direction == 1:
             resets_TB = reversed_steps(resets_TB[..., None], lengths_B)[..., 0]
         return StepMarks(resets_TB, None if self.initial is None else changed(self.initial, lambda part: part[direction : direction + 1]))
+
+
+# One direction over all steps: inputs, the parts of its carry [B, …], its weights, and its resets in the order of its steps; outputs
+# [T, B, P] and the parts at the end.
+Direction = Callable[[Tensor, Sequence[Tensor], LayerWeights, StepMarks | None], tuple[Tensor, Sequence[Tensor]]]
+
+
+def both_ways(
+    run: Direction, x_TBI: Tensor, carry: AnyCarry, weights: Layer, lengths_B: Tensor | None, marks: StepMarks | None = None
+) -> tuple[Tensor, AnyCarry]:
+    """Each direction of a layer by itself, the second on lanes that are reversed: outputs [T, B, P·D] and the carry at the end."""
+    ys, ends = [], []
+    for direction, each in enumerate(weights):
+        parts = [part[direction] for part in carry]
+        way = None if marks is None else marks.one_way(direction, lengths_B)
+        y_TBP, end = run(x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B), parts, each, way)
+        ys.append(y_TBP if direction == 0 else reversed_steps(y_TBP, lengths_B))
+        ends.append(end)
+    of_parts: Any = type(carry)
+    if len(ys) == 1:
+        return ys[0], of_parts(*(part[None] for part in ends[0]))
+    return torch.cat(ys, dim=-1), of_parts(*(torch.stack(parts) for parts in zip(*ends, strict=True)))
 
 
 def begins(way: StepMarks | None, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from carrywave.kernels.carry import AnyCarries, AnyCarry, changed
 from carrywave.kernels.derivatives import plain_only, traced
-from carrywave.kernels.lengths import both_ways
-from carrywave.kernels.step_marks import StepMarks, begins, where_any
+from carrywave.kernels.step_marks import StepMarks, begins, both_ways, where_any
 from carrywave.kernels.weights import Layer, LayerWeights
 
 ON_X86 = platform.machine().lower() in ("x86_64", "amd64")

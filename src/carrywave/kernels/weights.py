@@ -5,12 +5,14 @@ Shapes: B lane, I input, H hidden, G = gates · H, P output width (the projectio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
+
+from carrywave.kernels.carry import AnyCarry, changed
 
 
 class LayerWeights(NamedTuple):
@@ -88,6 +90,9 @@ def _blockwise(h_BP: Tensor, blocks: Tensor) -> Tensor:
 
 
 Layer = tuple[LayerWeights, ...]  # one direction, or forward and reverse
+# One layer, in both directions if it has two: outputs [T, B, O] and the carry at each lane's last real step.
+# A backend that runs layers with marks takes them by their name, `marks`.
+Backend = Callable[..., tuple[Tensor, Any]]
 
 
 def heads_of(layer: Layer, gates: int) -> int:
@@ -95,3 +100,13 @@ def heads_of(layer: Layer, gates: int) -> int:
     first = layer[0]
     outputs = first.w_ih.shape[0] // gates if first.w_hr is None else first.w_hr.shape[0]
     return outputs // first.w_hh.shape[1]
+
+
+def in_dtype(
+    compute: torch.dtype, x_TBI: Tensor, carry: AnyCarry, layer: Layer, lengths_B: Tensor | None, backend: Backend, marks: Any = None
+) -> tuple[Tensor, AnyCarry]:
+    """Run a backend in a dtype; outputs have that of x. The carry keeps its own, so that it is the same in every chunk and window."""
+    weights = tuple(direction.to(compute) for direction in layer)
+    named = {} if marks is None else {"marks": marks}
+    y_TBO, end = backend(x_TBI.to(compute), changed(carry, lambda part: part.to(compute)), weights, lengths_B, **named)
+    return y_TBO.to(x_TBI.dtype), changed(end, lambda part, before: part.to(before.dtype), carry)

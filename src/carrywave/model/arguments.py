@@ -14,7 +14,7 @@ from carrywave.errors import UserError, WrongTensor, WrongType
 from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.layers import is_cast
-from carrywave.kernels.lengths import one_a_lane, out_of_range
+from carrywave.kernels.lengths import for_each_lane, out_of_range
 
 if TYPE_CHECKING:
     from carrywave.model.recurrent import Recurrent
@@ -43,7 +43,7 @@ def checked_input(layers: Recurrent, x: Tensor | None) -> Tensor:
 
 def checked_lengths(lengths: Tensor | Sequence[int], steps: int, count: int, device: torch.device) -> Tensor:
     """Lengths [B] on a device; those that are on the host are checked against the number of steps."""
-    lengths_B = one_a_lane(lengths, "lengths", count, torch.int64)
+    lengths_B = for_each_lane(lengths, "lengths", count, torch.int64)
     if (extremes := out_of_range(lengths_B, steps)) is not None:
         raise UserError(f"lengths range from {extremes[0]} to {extremes[1]}; they must be between 0 and the {steps} steps of x")
     return lengths_B.to(device=device, dtype=torch.int64)

@@ -9,7 +9,7 @@ from typing import Any
 from carrywave.cells import gru, lstm, rnn, rnn_relu
 from carrywave.cells.cell import by_name, names
 from carrywave.errors import UserError
-from carrywave.kernels.backends import backends_of
+from carrywave.kernels.dispatch import backends_of
 from carrywave.model.recurrent import Recurrent
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from carrywave.errors import UserError
-from carrywave.kernels.lengths import one_a_lane
+from carrywave.kernels.lengths import for_each_lane
 from carrywave.model.arguments import check_shapes, checked_lengths, checked_resets
 from carrywave.model.dropout import Dropout, check_unwrapped, keyed
 from carrywave.model.heads.ctc import Ctc
@@ -154,8 +154,8 @@ class Model(nn.Module):
         if state is not None and not torch.compiler.is_compiling():  # a program for any number of lanes knows none
             check_shapes(self.lstm, state.carries, count, range(self.lstm.num_layers))
         lengths_B = None if lengths is None else checked_lengths(lengths, steps, count, x.device)
-        fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
-        lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
+        fresh_B = None if fresh is None else for_each_lane(fresh, "fresh", count, torch.bool).to(x.device)
+        lanes_B = None if lanes is None else for_each_lane(lanes, "lanes", count, torch.int64).to(x.device)
         resets_TB = None if resets is None else checked_resets(self, resets, x.shape[:2], x.device)
         state = self.start(count, x.device) if state is None else state
         y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh_B, lanes_B, start, key, full, resets=resets_TB))

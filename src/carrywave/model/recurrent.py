@@ -23,11 +23,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 from carrywave.cells.cell import Cell, Extra
 from carrywave.errors import UserError, WrongTensor
 from carrywave.kernels import random
-from carrywave.kernels.backends import Backends, backends_of
 from carrywave.kernels.carry import AnyCarries, changed
+from carrywave.kernels.dispatch import Backends, backends_of
 from carrywave.kernels.dropout import Coordinates, dropped
 from carrywave.kernels.layers import is_cast, run_layers
-from carrywave.kernels.lengths import one_a_lane, packed_like
+from carrywave.kernels.lengths import for_each_lane, packed_like
 from carrywave.kernels.step_marks import CellNoise, StepMarks
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.kernels.window import WindowChunk
@@ -240,8 +240,8 @@ class Recurrent(nn.Module):
             return found[0][:, 0] if not batched else found[0].transpose(0, 1) if lanes_first else found[0], found[1]
         lengths_B = None if lengths is None else arguments.checked_lengths(lengths, steps, count, x.device)
         resets_TB = None if resets is None else arguments.checked_resets(self, resets, x.shape[:-1], x.device, lanes_first=lanes_first)
-        fresh_B = None if fresh is None else one_a_lane(fresh, "fresh", count, torch.bool).to(x.device)
-        lanes_B = None if lanes is None else one_a_lane(lanes, "lanes", count, torch.int64).to(x.device)
+        fresh_B = None if fresh is None else for_each_lane(fresh, "fresh", count, torch.bool).to(x.device)
+        lanes_B = None if lanes is None else for_each_lane(lanes, "lanes", count, torch.int64).to(x.device)
         given = self.initial(count, x.dtype, x.device) if carry is None else arguments.split_carry(self, carry, count, batched=batched)
         if carry is not None:
             arguments.check_dtypes(self, given, x)

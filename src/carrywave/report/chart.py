@@ -62,7 +62,7 @@ class Chart:
     title: str
     curves: Sequence[Curve] = ()
     areas: Sequence[Area] = ()
-    marks: Sequence[Mark] = ()
+    mark: Mark | None = None
     dots: Points = ()
     origins: Sequence[float] = ()
     x_name: str = "step"
@@ -85,8 +85,7 @@ class Chart:
         def across(x: float) -> float:
             return LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (self.width - LEFT - RIGHT)
 
-        captions = _captions(self.marks, across, self.width)
-        top = TOP + ROW * len({row for _, row in captions})
+        top = TOP + ROW * (self.mark is not None)
 
         def place(x: float, y: float) -> tuple[float, float]:
             return across(x), HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - top - BOTTOM)
@@ -101,11 +100,11 @@ class Chart:
             parts += _curve(curve, place) if curve.points else []
         for x, y in (place(*point) for point in self.dots):
             parts.append(f'<circle class="dot c0" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>')
-        for mark, (text_x, row) in zip(self.marks, captions, strict=True):
-            (x, y), text_y, text = place(mark.x, mark.y), TOP + ROW * row, escape(mark.text)
-            parts.append(f'<line class="up c0" x1="{x:.1f}" x2="{x:.1f}" y1="{text_y + 4:.1f}" y2="{y - 5.5:.1f}"/>')
-            parts.append(f'<circle class="ring c0" cx="{x:.1f}" cy="{y:.1f}" r="5.5"><title>{text}</title></circle>')
-            parts.append(f'<text class="said mid" x="{text_x:.1f}" y="{text_y:.1f}">{text}</text>')
+        if self.mark is not None:
+            (x, y), text, text_x = place(self.mark.x, self.mark.y), self.mark.text, _within(across(self.mark.x), self.mark.text, self.width)
+            parts.append(f'<line class="up c0" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP + 4}" y2="{y - 5.5:.1f}"/>')
+            parts.append(f'<circle class="ring c0" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>')
+            parts.append(f'<text class="said mid" x="{text_x:.1f}" y="{TOP}">{escape(text)}</text>')
         head = f'<svg class="chart" viewBox="0 0 {self.width} {HEIGHT}" role="img"><title>{escape(self.title)}</title>\n'
         return Markup(head + "\n".join(parts) + "\n</svg>")
 
@@ -214,24 +213,11 @@ def _tick(value: float) -> str:
 
 def _curve(curve: Curve, place: _Place) -> list[str]:
     points = reduced(curve.points)
-    dashed, way = ' stroke-dasharray="5 4"' if curve.dashed else "", _text([place(*point) for point in points])
+    dashed, way = ' stroke-dasharray="5 4"' * curve.dashed, _text([place(*point) for point in points])
     parts = [f'<polyline class="line {curve.kind}" points="{way}"{dashed}><title>{escape(curve.name)}</title></polyline>']
     if (curve.dots and len(points) <= MOST_DOTS) or len(points) == 1:
-        for x, y in points:
-            (at_x, at_y), title = place(x, y), escape(f"{curve.name}: {number(y)} at {number(x)}")
-            parts.append(f'<circle class="dot {curve.kind}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="2.6"><title>{title}</title></circle>')
+        parts += [f'<circle class="dot {curve.kind}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in (place(*point) for point in points)]
     return parts
-
-
-def _captions(marks: Sequence[Mark], across: Callable[[float], float], width: int) -> list[tuple[float, int]]:
-    """Where the middle of each mark's caption stands above the plot, and in which row: as near to the mark as the others leave room."""
-    places: list[tuple[float, float, int]] = []  # middle, half of the width, row
-    for mark in marks:
-        half, x, row = LETTER * len(mark.text) / 2, _within(across(mark.x), mark.text, width), 0
-        while any(row == other and abs(x - middle) < half + wide + LETTER for middle, wide, other in places):
-            row += 1
-        places.append((x, half, row))
-    return [(x, row) for x, _, row in places]
 
 
 def _within(x: float, text: str, width: int) -> float:

@@ -140,17 +140,9 @@ def step_seconds(record: RunRecord) -> float | None:
     return sum(row["seconds"] for row in timed) / total if total else None
 
 
-def running_seconds(record: RunRecord) -> float | None:
-    """Time from each start to its end, or to the last sign of life; None if the history is not known."""
-    total, begun, seen = 0.0, None, None
-    for row in record.history:
-        if row.get("event") == "start" and is_number(row.get("time")):
-            total += (max(begun, row.get("last_seen") or begun, seen or begun) - begun) if begun is not None else 0.0
-            begun, seen = row["time"], None
-        else:
-            seen = row.get("time") or seen
-    last = max((row["time"] for row in record.timing if is_number(row.get("time"))), default=begun)
-    return None if begun is None else total + max(begun, seen or last or begun) - begun
+def running_seconds(record: RunRecord) -> float:
+    """The time of training and evaluation that was logged."""
+    return float(sum(row["seconds"] for row in record.timing if is_number(row.get("seconds"))))
 
 
 def restarts(record: RunRecord) -> list[list[str]]:
@@ -185,7 +177,7 @@ def tiles(record: RunRecord) -> Iterator[Tile]:
     if (rate := speed(record)) is not None:
         each = step_seconds(record)
         yield Tile(f"{speed_unit(record)} per second", number(rate), "" if each is None else f"{duration(each)} per optimizer step")
-    if (took := running_seconds(record)) is not None:
+    if took := running_seconds(record):
         yield Tile("time", duration(took))
 
 
@@ -233,10 +225,6 @@ def about(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "devices", f"{counted(int(row.get('workers') or 1), 'worker')}, {row.get('device')} ({row.get('machine')}){on}"
         yield "versions", f"carrywave {row.get('carrywave')}, torch {row.get('torch')}, Python {row.get('python')}"
         yield "started", _moment(starts[0].get("time"))
-    for key, title in (("backends", "layer kernels"), ("transport", "transport")):
-        value = plan.get(key)
-        if value:
-            yield title, ", ".join(dict.fromkeys(map(str, value))) if isinstance(value, list) else str(value)
 
 
 def plan_sentence(plan: Mapping[str, Any]) -> str:
@@ -262,10 +250,8 @@ def _data(facts: Mapping[str, Any]) -> str:
 def _model(model: Mapping[str, Any]) -> str:
     hidden, layers = model.get("hidden"), model.get("layers")
     widths = " → ".join(map(str, hidden)) if isinstance(hidden, list) else f"{layers} × {hidden}"
-    extras = [name.replace("_", " ") for name in ("bidirectional", "tie", "layer_norm", "cell_norm", "locked") if model.get(name)]
-    extras += ["front"] if model.get("front", "none") != "none" else []
-    dropped = [f"dropout {model['dropout']:g}"] if is_number(model.get("dropout")) and model.get("dropout") else []
-    return ", ".join([f"{str(model.get('cell', 'lstm')).upper()} {widths}", *extras, *dropped])
+    extras = [name for name in ("bidirectional", "tie", "layer_norm", "crf") if model.get(name) is True]
+    return ", ".join([f"{str(model.get('cell', 'lstm')).upper()} {widths}", *extras])
 
 
 def _moment(when: object) -> str:

@@ -62,11 +62,11 @@ def _curve(record: RunRecord, title: str, name: str, curves: list[Curve]) -> Ite
         points = _points(rows, f"{kind}_{name}")
         if points and all(points != curve.points for curve in curves):  # the last value is the naive forecast without a season
             curves.append(Curve(figures.baseline_name(record, kind), points, f"c{2 + other}" if other else "base", dashed=True))
-    marks = [Mark(best["step"], best[name], _caption(record, best, name))] if best and is_number(best.get(name)) else []
+    mark = Mark(best["step"], best[name], _caption(record, best, name)) if best and is_number(best.get(name)) else None
     values = [row[name] for row in (*rows, *(record.rows("train") if name == "loss" else ())) if name in row]
     many = sum(not is_number(value) for value in values)
     left_out = f"{many:,} of {len(values):,} values are infinite or not a number, and not drawn." if many else ""
-    yield from _drawn(Chart(title, curves, marks=marks, percent=name.startswith(figures.SHARES), note=left_out))
+    yield from _drawn(Chart(title, curves, mark=mark, percent=name.startswith(figures.SHARES), note=left_out))
 
 
 def _caption(record: RunRecord, best: LogRow, name: str) -> str:

@@ -38,7 +38,7 @@ from carrywave.tasks.transcription.decoding import greedy
 SECONDS = 20.0  # within which a pass over the data ends
 TEXTS, TEMPERATURE = 2, 0.8
 SHARE_BEFORE, WORDS, CHARACTERS = 1 / 3, 60, 280  # of a passage: what the model is given, and how long it is
-MOST_SEQUENCES, MOST_CHARTS, MOST_STEPS, MOST_PAIRS = 2, 4, 730, 400
+MOST_SEQUENCES, MOST_CHARTS, MOST_PAIRS = 2, 4, 400
 MOST_ROWS, MOST_LABELS, TRANSCRIPTS = 30, 16, 20
 
 
@@ -75,7 +75,6 @@ def _blocks(saved: Saved, name: str, data: Sequences) -> Iterator[Block]:
             yield from _forecasts(saved, name, data)
             yield from _by(saved, name, data, "series")
         case "regression" if saved.spec.each_step:
-            yield from _estimates(saved, name, data)
             yield from _by(saved, name, data, "series")
         case "regression":
             yield from _pairs(saved, name, data)
@@ -206,26 +205,6 @@ def _few(data: Sequences, count: int) -> Sequences:
     """The first sequences."""
     names = ("starts", "lengths", "warm", "names", "units", "firsts", "spreads")
     return replace(data, **{name: value[:count] for name in names if (value := getattr(data, name)) is not None})
-
-
-def _estimates(saved: Saved, name: str, data: Sequences) -> Iterator[Chart]:
-    """What was estimated at the last steps of the first series, beside what was measured."""
-    codec, few = saved.task.codec, _few(data, MOST_SEQUENCES)
-    pairs: list[list[tuple[NDArray[np.float64], NDArray[np.float64]]]] = [[] for _ in range(len(few))]
-    for out, target, sequence, offset in _outputs(saved, name, few):
-        for lane, (owner, first) in enumerate(zip(sequence.tolist(), offset.tolist(), strict=True)):
-            if owner >= 0 and target is not None:
-                real = slice(None, max(0, int(few.lengths[owner]) - first))
-                wanted = target[real, lane]
-                wanted = wanted[..., 0] if wanted.ndim > 2 else wanted  # without the weights of the loss
-                pairs[owner].append((wanted.double().numpy(), out[real, lane].double().numpy()))
-    for number, place in [(number, place) for number in range(len(few)) for place in range(len(codec.step_targets))][:MOST_CHARTS]:
-        values = [codec.restore(np.concatenate(each))[:, place] for each in zip(*pairs[number], strict=True)]
-        warm = 0 if few.warm is None else int(few.warm[number])
-        steps = range(max(warm, len(values[0]) - MOST_STEPS), len(values[0]))
-        lines = [[(float(step + 1), float(each[step])) for step in steps if np.isfinite(each[step])] for each in values]
-        title = codec.step_targets[place] + (f", series {few.names[number]}" if few.names is not None and len(few.names) > 1 else "")
-        yield Chart(title, [Curve("truth", lines[0], "base"), Curve("estimate", lines[1])], width=WIDE)
 
 
 def _forecasts(saved: Saved, name: str, data: Sequences) -> Iterator[Chart]:

@@ -29,7 +29,7 @@ def render_search(name: str, metric: str, keys: Sequence[str], rows: Sequence[Ma
     for key in ("trial", *(key for key in keys if all(is_number(row[key]) for row in judged))):
         dots, mark = [(row[key], row[metric]) for row in judged], Mark(of_best[key], of_best[metric], f"trial {best}: {value}")
         curves = [line] if key == "trial" else []
-        charts.append(Chart(f"{title} by {key}", curves, marks=[mark], dots=dots, x_name=key, percent=percent))
+        charts.append(Chart(f"{title} by {key}", curves, mark=mark, dots=dots, x_name=key, percent=percent))
     table = [
         [
             str(row["trial"]),

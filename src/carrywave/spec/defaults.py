@@ -103,7 +103,6 @@ def _with_front(spec: Spec, facts: DataFacts) -> Spec:
     mean = facts.steps / max(facts.sequences, 1)
     if facts.features and mean >= LONG:
         return _with_model(spec, front=_adapted(mean))
-    # What is not the default was asked for: it is kept, and refused where there is no front (`idle_keys`).
     idle = {name: type(spec.model).model_fields[name].default for name, value in FRONT.items() if getattr(spec.model, name) == value}
     return _with_model(spec, front="none", **idle)
 

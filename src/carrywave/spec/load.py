@@ -14,7 +14,6 @@ from pydantic_core import ErrorDetails
 
 from carrywave.errors import SpecError, from_system, remedy_for, short
 from carrywave.spec.describe import Key, keys
-from carrywave.spec.idle_keys import idle
 from carrywave.spec.spec import Spec
 from carrywave.spec.task_defaults import with_task_defaults
 from carrywave.spec.yaml_text import dump_yaml, parse_word, parse_yaml
@@ -110,20 +109,7 @@ def parse(values: Mapping[str, Any], *, own: bool = False, defaults: bool = True
     spec = _validated(values)
     if own:
         return of_earlier_version(spec)
-    found = with_task_defaults(spec) if defaults else spec
-    if problems := idle(found, _given(spec)):  # a default is nobody's mistake
-        raise SpecError(_first_of([f"{key} {why}" for key, why in problems.items()]))
-    return found
-
-
-def idle_in(values: Mapping[str, Any]) -> dict[str, str]:
-    """The keys in the values of a spec that act on nothing, and why; `parse` refuses them."""
-    spec = _validated(values)
-    return idle(with_task_defaults(spec), _given(spec))
-
-
-def _given(spec: Spec) -> set[str]:
-    return {f"{section}.{name}" for section in ("data", "model", "batch", "train") for name in getattr(spec, section).model_fields_set}
+    return with_task_defaults(spec) if defaults else spec
 
 
 def _validated(values: Mapping[str, Any]) -> Spec:

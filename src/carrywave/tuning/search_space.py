@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from carrywave.errors import SpecError, UserError
-from carrywave.spec.describe import keys as described
-from carrywave.spec.load import idle_in, set_overrides, with_overrides
+from carrywave.spec.load import with_overrides
 from carrywave.spec.spec import Spec
 from carrywave.spec.yaml_text import NUMBER, parse_yaml
 
@@ -127,16 +126,9 @@ def overrides_of(keys: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
-def words_of(base: Mapping[str, Any], keys: Mapping[str, Any]) -> list[str]:
-    """A trial as `key=value`: its values, and the defaults of keys of the base spec that act on nothing beside them."""
-    words = overrides_of(keys)
-    idle = idle_in(set_overrides(_copied(base), words))
-    return words + [f"{key}={described()[key].default}" for key in idle if key not in keys]
-
-
 def spec_with(base: Mapping[str, Any], keys: Mapping[str, Any]) -> Spec:
     """The spec of a trial."""
-    return with_overrides(_copied(base), words_of(base, keys))
+    return with_overrides(_copied(base), overrides_of(keys))
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

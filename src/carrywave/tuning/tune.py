@@ -41,7 +41,6 @@ from carrywave.tuning.search_space import (
     space_from,
     spec_with,
     value_of,
-    words_of,
 )
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ class _Search:
         except SpecError as error:
             self._tell(trial, "FAIL", why=str(error))
             return self.next_child()
-        words = (str(self.folder / BASE), *words_of(self.base, keys), *options_of(self.options.device, self.options.devices))
+        words = (str(self.folder / BASE), *overrides_of(keys), *options_of(self.options.device, self.options.devices))
         child = ChildRun(self.folder / f"trial-{number + 1}", words)
         self._trials[child.folder] = trial
         return child

@@ -18,8 +18,8 @@ from torch import Tensor
 from carrywave.cells.gru import Carry
 from carrywave.kernels import torch_kernels
 from carrywave.kernels.carry import AnyCarry
-from carrywave.kernels.lengths import both_ways, last_real, real_steps
-from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.lengths import last_real, real_steps
+from carrywave.kernels.step_marks import StepMarks, both_ways
 from carrywave.kernels.weights import Layer, LayerWeights
 
 KERNEL: torch_kernels.Kernel = torch.gru

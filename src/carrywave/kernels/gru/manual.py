@@ -21,13 +21,12 @@ from torch import Tensor
 
 from carrywave.cells import gru
 from carrywave.kernels import derivatives, reference
-from carrywave.kernels.backends import in_dtype
 from carrywave.kernels.carry import AnyCarry
 from carrywave.kernels.deferred_gradients import deferred_for
-from carrywave.kernels.lengths import both_ways, into_outputs, last_real, real_steps
-from carrywave.kernels.step_marks import InitialGradients, StepMarks, begins, where_any
+from carrywave.kernels.lengths import into_outputs, last_real, real_steps
+from carrywave.kernels.step_marks import InitialGradients, StepMarks, begins, both_ways, where_any
 from carrywave.kernels.torch_kernels import without_onednn
-from carrywave.kernels.weights import Layer, LayerWeights
+from carrywave.kernels.weights import Layer, LayerWeights, in_dtype
 
 
 def layer(

@@ -9,17 +9,15 @@ Shapes: T time, B lane, J input (padded), H hidden (P padded), Q = 4P, N = T·B,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from carrywave.kernels.hopper import recurrence
+from carrywave.kernels.hopper.buffers import Activations, Ends, Gradients
 from carrywave.kernels.hopper.layout import LayerShape
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
-
-if TYPE_CHECKING:
-    from carrywave.kernels.hopper.stack import Activations, Ends, Gradients
 
 
 class ForwardLayer(NamedTuple):

@@ -1,4 +1,4 @@
-"""`LayerMarks`: what the persistent kernels read about some steps of a layer besides their inputs: where lanes start again, and noise.
+"""Makes `LayerMarks` of `StepMarks`: what the persistent kernels read of steps besides their inputs: where lanes start again, noise.
 
 Shapes: T time, B lane, H hidden (P padded), W words of a lane, Q = 4P.
 """
@@ -6,58 +6,14 @@ Shapes: T time, B lane, H hidden (P padded), W words of a lane, Q = 4P.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from carrywave.kernels.hopper import recurrence
+from carrywave.kernels.hopper.buffers import NOTHING, LayerMarks, Noise, Resets
 from carrywave.kernels.hopper.layout import LayerShape
 from carrywave.kernels.step_marks import CellNoise, StepMarks
-
-
-class Resets(NamedTuple):
-    """Where lanes start again. The bits are those of a whole window; its steps from `first` on are the rows."""
-
-    rows_TB: Tensor  # bool
-    bits_BW: Tensor
-    first: int = 0
-
-
-class Noise(NamedTuple):
-    """Noise of the candidate and zoneout (see `cell.cuh`)."""
-
-    bytes_TBP: Tensor | None  # uint8; None: nothing is dropped, and old values have these weights
-    scale: float
-    old_h: float
-    old_memory: float
-
-
-class LayerMarks(NamedTuple):
-    """Of one layer."""
-
-    resets: Resets | None = None
-    noise: Noise | None = None
-    h_P: Tensor | None = None  # what resets put into h, in the kernel's dtype; None: zeros
-    memory_P: Tensor | None = None  # and into the memory, in float32
-
-    @property
-    def kinds(self) -> tuple[int, int]:
-        """The kernel's constants for resets and noise."""
-        noise = 0 if self.noise is None else 1 if self.noise.bytes_TBP is not None else 2
-        return 0 if self.resets is None else 1 if self.memory_P is None else 2, noise
-
-    def part(self, first: int, end: int) -> LayerMarks:
-        """Those of some steps."""
-        resets, noise = self.resets, self.noise
-        if resets is not None:
-            resets = Resets(resets.rows_TB[first:end], resets.bits_BW, resets.first + first)
-        if noise is not None and noise.bytes_TBP is not None:
-            noise = noise._replace(bytes_TBP=noise.bytes_TBP[first:end])
-        return self._replace(resets=resets, noise=noise)
-
-
-NOTHING = LayerMarks()
 
 
 def resets_of(resets_TB: Tensor | None, first: int = 0, bits_BW: Tensor | None = None) -> Resets | None:

@@ -6,7 +6,7 @@ numbers of each unit side by side; S = T + 1; W words of a lane's resets; E grou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from carrywave.cells.cell import by_name
 from carrywave.kernels import random
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import EACH, HALVES, padded_rows
+from carrywave.kernels.hopper.buffers import LayerMarks
 from carrywave.kernels.hopper.layout import CELLS, LayerShape
+from carrywave.kernels.step_marks import CellNoise
 from carrywave.kernels.weights import LayerWeights
-
-if TYPE_CHECKING:
-    from carrywave.kernels.hopper.marks import LayerMarks
-    from carrywave.kernels.step_marks import CellNoise
 
 SOURCE, WIDE, STREAM, JOINED = "persistent/persistent.cu", "wide/wide.cu", "stream/stream.cu", "joined/joined.cu"
 PACKING, LENGTHS = "packing.cu", "lengths.cu"

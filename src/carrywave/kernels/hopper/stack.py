@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,62 +19,14 @@ from torch import Tensor
 from carrywave.kernels import pass_cache
 from carrywave.kernels.hopper import joined as joining
 from carrywave.kernels.hopper import recurrence
+from carrywave.kernels.hopper.buffers import NOTHING, Activations, Ends, Gradients, LayerMarks, steps_of
 from carrywave.kernels.hopper.joined import Turned
 from carrywave.kernels.hopper.layout import LayerShape, Wave
-from carrywave.kernels.hopper.marks import NOTHING, LayerMarks
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
 from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Span
 
 _PRODUCTS_AT_ONCE = 4  # weight gradients: one does not fill the GPU
-
-Ends = tuple[Tensor | None, Tensor | None]  # gradients [B, P] of h and c after the last step; None: zero
-
-
-class Activations(NamedTuple):
-    """What the forward of one layer reads and writes, and its backward reads again."""
-
-    inputs_NJ: Tensor | None
-    hs_SBP: Tensor  # h before the first step and after each
-    gates_NQ: Tensor
-    cells_TBP: Tensor | None  # None: nothing is kept for backward
-    cs_CBP: Tensor  # c at the start of each piece, and after the last one
-    mask: Tensor | None  # of the outputs, for the next layer: [T, B, P], or [1, B, P] if it is the same for all steps
-
-    def part(self, span: Span, pieces: slice) -> Activations:
-        """Some steps of the same, which are these pieces. The mask and the first layer's inputs are the chunk's own: they are left out."""
-        return self._replace(mask=None).of_steps(span)._replace(cs_CBP=self.cs_CBP[pieces.start : pieces.stop + 1])
-
-    def of_steps(self, span: Span) -> Activations:
-        """Some steps of the same, with the memory of all pieces."""
-        first, end = span
-        rows = slice(first * self.hs_SBP.shape[1], end * self.hs_SBP.shape[1])
-        return Activations(
-            None if self.inputs_NJ is None else self.inputs_NJ[rows],
-            self.hs_SBP[first : end + 1],
-            self.gates_NQ[rows],
-            None if self.cells_TBP is None else self.cells_TBP[first:end],
-            self.cs_CBP,
-            None if self.mask is None else _steps_of(self.mask, first, end),
-        )
-
-
-class Gradients(NamedTuple):
-    """What the backward of one layer writes."""
-
-    gates_NQ: Tensor
-    ring: Tensor  # for sums exchanged via memory, one for each piece
-    starts: tuple[Tensor, Tensor]  # gradients of h and of the memory at the start of each piece, [C, B, P] and as wide as the memory
-    bias_CEQ: Tensor
-    resets_CEP2: Tensor | None  # of what resets put into the memory and into h, if that is learned
-
-    def part(self, span: Span, lanes: int, pieces: slice) -> Gradients:
-        """Some steps of the same, which are these pieces."""
-        rows = slice(span[0] * lanes, span[1] * lanes)
-        resets = None if self.resets_CEP2 is None else self.resets_CEP2[pieces]
-        return Gradients(
-            self.gates_NQ[rows], self.ring[pieces], (self.starts[0][pieces], self.starts[1][pieces]), self.bias_CEQ[pieces], resets
-        )
 
 
 def packed(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
@@ -149,7 +100,7 @@ def forward(
                 mask = layers[number - 1].mask if number else None
                 if mask is not None:
                     masked = layer.inputs_NJ[rows].view(end - first, lanes, shape.width)
-                    torch.mul(layers[number - 1].hs_SBP[first + 1 : end + 1], _steps_of(mask, first, end), out=masked)
+                    torch.mul(layers[number - 1].hs_SBP[first + 1 : end + 1], steps_of(mask, first, end), out=masked)
                 gates = layer.gates_NQ[rows]
                 torch.addmm(pack.bias_Q, layer.inputs_NJ[rows], pack.w_ih_QJ.t(), out=gates)
                 cells = None if layer.cells_TBP is None else layer.cells_TBP[first:end]
@@ -219,7 +170,7 @@ def backward(
                     torch.mm(of_layer.gates_NQ[rows], turned.w_ih_QJ, out=below.view(-1, shape.width))
                     mask = layers[number - 1].mask
                     if mask is not None:
-                        below.mul_(_steps_of(mask, first, end))
+                        below.mul_(steps_of(mask, first, end))
                 elif dx_NJ is not None:
                     torch.mm(of_layer.gates_NQ[rows], turned.w_ih_QJ, out=dx_NJ[rows])
                 if piece == 0 and finish is not None:
@@ -323,10 +274,6 @@ def diagonals(layers: int, pieces: int) -> Iterator[tuple[int, int]]:
 def spans_of(steps: int, piece_steps: int) -> list[Span]:
     """The steps cut into pieces."""
     return [(first, min(first + piece_steps, steps)) for first in range(0, steps, piece_steps)]
-
-
-def _steps_of(mask: Tensor, first: int, end: int) -> Tensor:
-    return mask if mask.shape[0] == 1 else mask[first:end]
 
 
 class _Streams:

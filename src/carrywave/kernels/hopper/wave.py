@@ -24,10 +24,10 @@ from carrywave.kernels import derivatives
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.hopper import marks as marking
 from carrywave.kernels.hopper import recurrence, stack
+from carrywave.kernels.hopper.buffers import Activations, Ends
 from carrywave.kernels.hopper.joined import Turned
 from carrywave.kernels.hopper.layout import Wave
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
-from carrywave.kernels.hopper.stack import Activations, Ends
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
 

@@ -26,10 +26,9 @@ from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.deferred_gradients import Deferred, deferred_for
 from carrywave.kernels.hopper import marks as marking
 from carrywave.kernels.hopper import recurrence, stack, wave
+from carrywave.kernels.hopper.buffers import Activations, Ends, Gradients, LayerMarks, Resets
 from carrywave.kernels.hopper.layout import Wave
-from carrywave.kernels.hopper.marks import LayerMarks, Resets
 from carrywave.kernels.hopper.recurrence import Dealt
-from carrywave.kernels.hopper.stack import Activations, Ends, Gradients
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Window, WindowChunk

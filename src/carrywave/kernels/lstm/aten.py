@@ -17,8 +17,8 @@ from torch import Tensor
 
 from carrywave.kernels import torch_kernels
 from carrywave.kernels.carry import AnyCarry, Carry
-from carrywave.kernels.lengths import both_ways, last_real, real_steps
-from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.lengths import last_real, real_steps
+from carrywave.kernels.step_marks import StepMarks, both_ways
 from carrywave.kernels.torch_kernels import FEW_STEPS, ONEDNN_IS_FAST
 from carrywave.kernels.weights import Layer, LayerWeights
 

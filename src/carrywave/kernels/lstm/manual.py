@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels import derivatives, reference
-from carrywave.kernels.backends import in_dtype
 from carrywave.kernels.carry import AnyCarry, Carry
 from carrywave.kernels.deferred_gradients import Deferred, deferred_for
-from carrywave.kernels.lengths import both_ways, into_outputs, last_real, real_steps
+from carrywave.kernels.lengths import into_outputs, last_real, real_steps
 from carrywave.kernels.lstm.packed import FEWEST_USES, packed
-from carrywave.kernels.step_marks import InitialGradients, StepMarks, begins, where_any
+from carrywave.kernels.step_marks import InitialGradients, StepMarks, begins, both_ways, where_any
 from carrywave.kernels.torch_kernels import without_onednn
-from carrywave.kernels.weights import Layer, LayerWeights
+from carrywave.kernels.weights import Layer, LayerWeights, in_dtype
 
 _SATURATED = 1.0e4  # as in `aten`
 

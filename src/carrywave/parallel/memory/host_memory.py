@@ -26,12 +26,15 @@ def shared_by(group: dist.ProcessGroup, sizes: Sequence[int]) -> list[Tensor] | 
     file, local = _made(sizes[rank], word)
     described = torch.tensor([os.getpid(), -1 if file is None else file, word])
     rows = [torch.zeros_like(described) for _ in sizes]
-    dist.all_gather(rows, described, group=group)
-    buffers = [local if number == rank else _opened(row.tolist(), size) for number, (row, size) in enumerate(zip(rows, sizes, strict=True))]
-    missing = torch.tensor([sum(each is None for each in buffers)])
-    dist.all_reduce(missing, group=group)  # after it, everyone has opened every file
-    if file is not None:
-        os.close(file)  # what is mapped stays
+    try:
+        dist.all_gather(rows, described, group=group)
+        each = enumerate(zip(rows, sizes, strict=True))
+        buffers = [local if number == rank else _opened(row.tolist(), size) for number, (row, size) in each]
+        missing = torch.tensor([sum(each is None for each in buffers)])
+        dist.all_reduce(missing, group=group)  # after it, everyone has opened every file
+    finally:
+        if file is not None:
+            os.close(file)  # what is mapped stays
     return None if int(missing) else [each for each in buffers if each is not None]
 
 
@@ -39,10 +42,14 @@ def _made(size: int, word: int) -> tuple[int | None, Tensor | None]:
     """A file of this worker, and its bytes."""
     try:
         file = os.memfd_create("carrywave-sums")
+    except (AttributeError, OSError):
+        return None, None
+    try:
         os.ftruncate(file, size + _WORD)
         os.pwrite(file, word.to_bytes(_WORD, "little"), size)
         return file, _bytes(file, size)
-    except (AttributeError, OSError):
+    except OSError:  # there is no room for it
+        os.close(file)
         return None, None
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from carrywave.data.order import Order
 from carrywave.data.prepare import Prepared
 from carrywave.data.text.tag_scheme import check_sequences
-from carrywave.errors import DataError, SpecError
+from carrywave.errors import DataError
 from carrywave.launch import launch_record
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
@@ -19,7 +18,7 @@ from carrywave.plan.plan import Plan, check_sync, fewer, resolve
 from carrywave.prediction.evaluation import order_for
 from carrywave.runs.tracking import check_installed
 from carrywave.spec.defaults import AUTO, fitted, with_kept_weights, with_keys, with_precision, with_spans
-from carrywave.spec.idle_keys import idle_beside_own, idle_in_files, idle_with
+from carrywave.spec.idle_keys import idle
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import in_model_dtype
 from carrywave.step.precision import not_made_for_bf16, settled
@@ -65,6 +64,8 @@ def settle(start: Start, opened: tuple[Prepared, Mapping[str, str]]) -> Ready:
     """Fill in what the spec leaves open, and refuse what does not fit the data. Collective."""
     prepared, files = opened
     world, asked, say = start.world, start.asked, start.asked.watch.say
+    for line in idle(start.spec, valid=prepared.valid is not None):
+        say(line)
     spec = with_kept_weights(start.spec, None if prepared.valid is None else prepared.valid.counted)
     spec, why_crf = with_whole_spans(spec, prepared)
     spec = fitted(spec, prepared.facts)
@@ -73,8 +74,6 @@ def settle(start: Start, opened: tuple[Prepared, Mapping[str, str]]) -> Ready:
     linear = None if asked.model is not None or asked.dry_run else linear_part(spec, prepared, world, goes_on, say)
     with raise_on_all(world):
         check_installed(spec.train.track if world.rank == 0 else ())
-        if start.snapshot is None:
-            check_idle(spec, prepared, user_model=asked.model is not None)
         own = None if asked.model is None else own_model(asked.model, spec, prepared.facts, asked.loss)
         if own is not None:
             spec = spec.model_copy(update={"train": in_model_dtype(spec.train, own)})
@@ -119,22 +118,6 @@ def flat(spec: Spec) -> dict[str, str]:
     for name in ("train", "valid", "test", "cache"):
         values.pop(f"data.{name}", None)
     return values
-
-
-def check_idle(spec: Spec, prepared: Prepared, *, user_model: bool) -> None:
-    """Refuse keys that act on nothing with this data, or beside the user's own model."""
-    text = prepared.codec.field == "text" or (prepared.codec.kind == spec.data.tokens == "word")
-    valid, by_change = prepared.valid is not None, prepared.codec.scale_season > 0
-    problem = next(
-        chain(
-            idle_in_files(spec, prepared.formats),
-            idle_with(spec, prepared.facts, text=text, valid=valid, by_change=by_change),
-            idle_beside_own(spec) if user_model else (),
-        ),
-        None,
-    )
-    if problem is not None:
-        raise SpecError(problem)
 
 
 def with_whole_spans(spec: Spec, prepared: Prepared) -> tuple[Spec, str | None]:
