@@ -379,10 +379,10 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     seen: list[object] = []
 
     def evaluate_run(
-        run: Path, data: Path | None, device: str, top_k: list[int], confusion: bool, note: Callable[[str], None], by: Sequence[str]
+        run: Path, data: Path | None, device: str, top: list[int], confusion: bool, note: Callable[[str], None], by: Sequence[str]
     ) -> dict[str, object]:
         note("odd")
-        seen.extend((run, data, device, top_k))
+        seen.extend((run, data, device, top))
         matrix = {"confusion": {"labels": ["a[b]", "c", "never"], "counts": [[3, 1, 0], [0, 2, 0], [0, 0, 0]]}}
         found = {"split": "test", "loss": 0.25, "accuracy": 0.975} | (matrix if confusion else {})
         return found | {f"by_{name}": [{name: "[red]", "f1": 0.5}] for name in by}
@@ -396,7 +396,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     )
     assert seen == [[Path("r")], Path("d.jsonl"), "auto", []]
     assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
-    code, out, _ = call("evaluate", "r", "--top-k", "3,5", "--confusion", "--json", str(rows))
+    code, out, _ = call("evaluate", "r", "--top", "3,5", "--confusion", "--json", str(rows))
     assert (code, seen[-1]) == (0, [3, 5])
     shown = [line.replace("│", " ").replace("┃", " ").split() for line in out.splitlines()]
     assert ["a[b]", "3", "1"] in shown
@@ -404,7 +404,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     assert ["target", "\\", "predicted", "a[b]", "c"] in shown
     assert not any("never" in line for line in shown)
     assert json.loads(rows.read_text())[0]["confusion"]["counts"][0] == [3, 1, 0]
-    assert call("evaluate", "r", "--top-k", "many")[2] == "carrywave: --top-k many is not a list of whole numbers; write it as in 4,8,16\n"
+    assert call("evaluate", "r", "--top", "many")[2] == "carrywave: --top many is not a list of whole numbers; write it as in 4,8,16\n"
     code, out, _ = call("evaluate", "r", "--by", "label", "--json", str(rows))
     assert (code, "[red]" in out) == (0, True)  # a name in the data is not markup
     assert json.loads(rows.read_text())[1:] == [{"split": "test", "by": "label", "label": "[red]", "f1": 0.5}]

@@ -217,7 +217,7 @@ def test_nothing_is_left_of_a_file_with_a_bad_row(run: Path, tmp_path: Path, mon
 def test_evaluation_tells_of_the_likeliest_and_of_the_confusion(run: Path, tmp_path: Path) -> None:
     given = jsonl(tmp_path / "in.jsonl", texts(8))
     rows = cw.predict(run, given, device="cpu")
-    judged = evaluate_run(run, given, "cpu", top_k=(1, 2, 3), confusion=True)
+    judged = evaluate_run(run, given, "cpu", top=(1, 2, 3), confusion=True)
     assert judged["top_1_accuracy"] == judged["accuracy"] == sum(row["label"] == "ab" for row in rows) / 8
     ranked = [sorted(row["probabilities"], key=row["probabilities"].get, reverse=True) for row in rows]
     assert judged["top_2_accuracy"] == sum("ab" in names[:2] for names in ranked) / 8
@@ -225,8 +225,8 @@ def test_evaluation_tells_of_the_likeliest_and_of_the_confusion(run: Path, tmp_p
     counts = [sum(row["label"] == name for row in rows) for name in ("ab", "cd", "ef")]
     assert judged["confusion"] == {"labels": ["ab", "cd", "ef"], "counts": [counts, [0, 0, 0], [0, 0, 0]]}
     assert "confusion" not in evaluate_run(run, given, "cpu")
-    with pytest.raises(UserError, match=r"top_k=... 4 is not between 1 and 3, the number of classes; change it"):
-        evaluate_run(run, given, "cpu", top_k=[4])
+    with pytest.raises(UserError, match=r"top=... 4 is not between 1 and 3, the number of classes; change it"):
+        evaluate_run(run, given, "cpu", top=[4])
 
 
 def test_prompts_in_small_blocks_are_continued_as_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_on_the_command_line(run: Path) -> None:
     shown = CliRunner().invoke(app, ["evaluate", str(run), "--by", "type"])
     assert shown.exit_code == 0, shown.output
     assert "span_f1" in shown.output
-    refused = CliRunner().invoke(app, ["evaluate", str(run), "--top-k", "2"])
+    refused = CliRunner().invoke(app, ["evaluate", str(run), "--top", "2"])
     assert refused.exit_code == 2
     assert "needs likely labels, but" in refused.output
 

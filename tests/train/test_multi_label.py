@@ -105,8 +105,8 @@ def test_labels_of_a_sequence_and_their_weights(folder: Path, whole: Path) -> No
     [row] = cw.predict(whole, [{"steps": pieces()[0]["steps"]}], device="cpu")
     assert list(row) == ["label", "probabilities"]
     assert row["label"] == [name for name in NAMES if row["probabilities"][name] >= 0.5]
-    with pytest.raises(UserError, match=r"top-k|top_k"):
-        cw.evaluate(whole, device="cpu", top_k=(2,))
+    with pytest.raises(UserError, match=r"--top |top="):
+        cw.evaluate(whole, device="cpu", top=(2,))
     with pytest.raises(UserError, match="is for one label each"):
         cw.evaluate(whole, device="cpu", confusion=True)
 

@@ -34,8 +34,8 @@ def evaluate(
             help="Metrics by column, series or step (forecasting, in the units of the file), by label, or of spans by type; repeatable.",
         ),
     ] = None,
-    top_k: Annotated[
-        str | None, typer.Option("--top-k", metavar="K,K", help="Labels: also how often the target is among the K most likely.")
+    top: Annotated[
+        str | None, typer.Option("--top", metavar="K,K", help="Labels: also how often the target is among the K most likely.")
     ] = None,
     confusion: Annotated[bool, typer.Option("--confusion", help="Labels: also the confusion matrix.")] = False,
     json_file: JsonOption = None,
@@ -46,7 +46,7 @@ def evaluate(
         raise UserError(f"{last_word} and --data {data} both name the data; pass one of them")
     data = data or last_word
     output_file.check(json_file)
-    tops = numbers_of("--top-k", top_k) if top_k else []
+    tops = numbers_of("--top", top) if top else []
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.prediction.evaluate import evaluate_run
@@ -56,7 +56,7 @@ def evaluate(
     places = [Path(run) for run in runs]
     with data_on_all(data, places[0], device.value) as kept_input:
         source = kept_input if data == "-" else None if data is None else file_of(data)
-        row = evaluate_run(places, source, device.value, top_k=tops, confusion=confusion, note=note, by=by or ())
+        row = evaluate_run(places, source, device.value, top=tops, confusion=confusion, note=note, by=by or ())
     by_name: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
     if is_first():
         shown = {name: value for name, value in row.items() if name != "confusion"}

@@ -30,7 +30,7 @@ def evaluate_run(
     device: str = "auto",
     *,
     model: nn.Module | None = None,
-    top_k: int | Sequence[int] = (),
+    top: int | Sequence[int] = (),
     confusion: bool = False,
     note: Callable[[str], None] | None = None,
     by: str | Sequence[str] = (),
@@ -39,8 +39,8 @@ def evaluate_run(
     """Loss and metrics of the best weights, on a file or an object as `fit` accepts them, or on the run's own test (or else valid) file.
 
     `by` asks for more rows, under `by_series` and so on: by column, series or step for a forecast, in the units of the data; by label for
-    labels. `top_k` adds how often the target is among so many of the likeliest labels (`top_3_accuracy`), and `confusion=True` a confusion
-    matrix: `{"labels": […], "counts": […]}`, where row i counts the predictions for targets of label i. Both `by` and `top_k` may be one
+    labels. `top` adds how often the target is among so many of the likeliest labels (`top_3_accuracy`), and `confusion=True` a confusion
+    matrix: `{"labels": […], "counts": […]}`, where row i counts the predictions for targets of label i. Both `by` and `top` may be one
     or several.
 
     A list of runs is evaluated as one: by the average of their predictions, with the loss of the first.
@@ -65,7 +65,7 @@ def evaluate_run(
         members = [open_run(paths[0], device, model, world=world, loss=loss)] if len(paths) == 1 else open_members(paths, device, world)
         saved = members[0]
         details = Details(_checked_by((by,) if isinstance(by, str) else by, saved))
-        tops = _tops(saved, (top_k,) if isinstance(top_k, int) else top_k, confusion)
+        tops = _tops(saved, (top,) if isinstance(top, int) else top, confusion)
         parts = [_part(member, data) for member in members]
         part = parts[0]
     if world.rank == 0:
@@ -105,19 +105,19 @@ def _checked_by(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
     return tuple(dict.fromkeys(by))
 
 
-def _tops(saved: Saved, top_k: Sequence[int], confusion: bool) -> tuple[int, ...]:
+def _tops(saved: Saved, wanted_tops: Sequence[int], confusion: bool) -> tuple[int, ...]:
     task, classes = saved.spec.task, len(saved.task.codec.labels)
-    for wanted, name in ((bool(top_k), "top-k"), (confusion, "confusion")):
+    for wanted, name in ((bool(wanted_tops), "top"), (confusion, "confusion")):
         if wanted and saved.spec.data.multi_label:
             raise UserError(f"{option(name)} is for one label each, but {saved.run.path} has several (data.multi_label); remove it")
-        if wanted and name == "top-k" and saved.spec.model.crf:
+        if wanted and name == "top" and saved.spec.model.crf:
             raise UserError(f"{option(name)} needs likely labels, but {saved.run.path} chooses whole sequences (model.crf); remove it")
         if wanted and not classes:
             raise UserError(f"{option(name)} is for labels, but {saved.run.path} is a {task} model; remove it")
-    for top in top_k:
+    for top in wanted_tops:
         if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= classes:
-            raise UserError(f"{option('top-k')} {top} is not between 1 and {classes}, the number of classes; change it")
-    return tuple(dict.fromkeys(top_k))
+            raise UserError(f"{option("top")} {top} is not between 1 and {classes}, the number of classes; change it")
+    return tuple(dict.fromkeys(wanted_tops))
 
 
 def _part(saved: Saved, data: Any) -> Part:

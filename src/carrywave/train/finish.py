@@ -17,7 +17,7 @@ from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import raise_on_all
 from carrywave.runs import history
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
-from carrywave.runs.watcher import Watcher
+from carrywave.runs.tracking import Tracking
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.baselines import PREFIXES, beside, verdicts
@@ -27,6 +27,7 @@ from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED
 from carrywave.train.mixture import choose_share
 from carrywave.train.result import Result
+from carrywave.train.start.opening import Start
 
 
 def shown(model: Model | OpaqueModel) -> nn.Module:
@@ -35,22 +36,40 @@ def shown(model: Model | OpaqueModel) -> nn.Module:
     return model.module if isinstance(model, OpaqueModel) else model
 
 
-def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
-    """Train what is left to train, and finish: `again_with` resumes a run that was asked to stop."""
-    with Stop() as stop:
-        loop.stop = stop
-        try:
-            ending = loop.state.ending or loop.run(stop)
-            reached = {} if ending in ASKED else _finish(loop, restore=restore)
-        except Stopped as interruption:
-            ending = interruption.reason
-    at = loop.state
-    if history.unended(loop.folder.path):  # the files of a finished run stay as they are
-        with suppress(RunError):  # a run that is complete does not fail over a line of its history
-            loop.folder.write_history(history.end_row(at.step, ending))
-    if ending in ASKED:
-        watch.end(f"{ending} at step {at.step}; resume with: {again_with}")
-        return Result(loop.folder.path, ending, {}, shown(loop.trainer.model), loop.task)
+def finish(start: Start, loop: Loop) -> Result:
+    """Train what is left to train, or until a stop is asked for, and evaluate the best weights."""
+    request, reached = start.asked, dict[str, dict[str, float]]()
+    with loop.checkpointer.watched(), start.folder.tracking or Tracking({}, loop.watch.say) as tracking:
+        with Stop() as stop:
+            loop.stop = stop
+            try:
+                ending = loop.state.ending or loop.run(stop)
+                reached = {} if ending in ASKED else _evaluate_best(loop, restore=request.restore)
+            except Stopped as interruption:
+                ending = interruption.reason
+        tracking.how = "stopped" if ending in ASKED else "finished"
+        if history.unended(loop.folder.path):  # the files of a finished run stay as they are
+            with suppress(RunError):  # a run that is complete does not fail over a line of its history
+                loop.folder.write_history(history.end_row(loop.state.step, ending))
+        if ending in ASKED:
+            loop.watch.end(f"{ending} at step {loop.state.step}; resume with: {_again_with(start, loop)}")
+            reached = {}
+        else:
+            _say(loop, reached, ending)
+        return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
+
+
+def _again_with(start: Start, loop: Loop) -> str:
+    """What resumes a run that was asked to stop."""
+    path = loop.folder.path
+    if start.asked.model is not None or loop.spec.data.train is None:
+        return f"cw.fit(..., run={str(path)!r}, resume=True)"
+    return f"carrywave train --resume --run {path}{f' --devices {start.world.size}' if start.world.size > 1 else ''}"
+
+
+def _say(loop: Loop, reached: Mapping[str, Mapping[str, float]], ending: str) -> None:
+    """Say what a run has reached."""
+    at, watch = loop.state, loop.watch
     if isinstance(loop.trainer.sync, Pushing):
         watch.say(loop.trainer.sync.summary())
     for part, values in reached.items():
@@ -64,7 +83,6 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
     last = loop.spec.train.weights == "last"
     best = "" if at.best is None else "last " if last else "best " if best_by == "loss" else f"best by {best_by}: "
     watch.end(f"{loop.folder.path}: {steps}{stopped}{f'; {best}{scores}' if scores else ''}")
-    return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
 
 
 def _in_short(values: Mapping[str, float]) -> str:
@@ -72,7 +90,7 @@ def _in_short(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if not name.endswith("]") and not name.startswith(PREFIXES))
 
 
-def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
+def _evaluate_best(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     """Load the best weights and evaluate them on the test part. Rank 0 reads them. If the model was split, each worker has the whole of it
     again in the end with `restore`; otherwise none ever has more than its part.
     """

@@ -34,9 +34,8 @@ from carrywave.spec.spec import Spec
 from carrywave.step.trainer import Trainer
 from carrywave.train.callbacks import Callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
-from carrywave.train.finish import run_to_end, shown
+from carrywave.train.finish import finish, shown
 from carrywave.train.loop import Loop
-from carrywave.train.loop_state import ASKED
 from carrywave.train.result import Result
 from carrywave.train.start.initial_model import make_model
 from carrywave.train.start.opening import RunRequest, Start, begin
@@ -150,19 +149,6 @@ def started(loop: Loop, left: history.Trace | None) -> dict[str, Any]:
     versions = {"carrywave": __version__, "torch": torch.__version__}
     attempt, workers = launch_record.attempt(), loop.trainer.plan.workers
     return history.start_row(loop.state.step, left, attempt=attempt, workers=workers, device=named, versions=versions)
-
-
-def finish(start: Start, loop: Loop) -> Result:
-    """Train to the end, or until a stop is asked for, and evaluate the best weights."""
-    asked, path = start.asked, start.folder.path
-    if asked.model is not None or loop.spec.data.train is None:
-        again_with = f"cw.fit(..., run={str(path)!r}, resume=True)"
-    else:
-        again_with = f"carrywave train --resume --run {path}{f' --devices {start.world.size}' if start.world.size > 1 else ''}"
-    with loop.checkpointer.watched(), start.folder.tracking or Tracking({}, asked.watch.say) as tracking:
-        result = run_to_end(loop, asked.watch, again_with, restore=asked.restore)
-        tracking.how = "stopped" if result.ending in ASKED else "finished"
-        return result
 
 
 @contextmanager
