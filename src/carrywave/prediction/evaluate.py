@@ -116,7 +116,7 @@ def _tops(saved: Saved, wanted_tops: Sequence[int], confusion: bool) -> tuple[in
             raise UserError(f"{option(name)} is for labels, but {saved.run.path} is a {task} model; remove it")
     for top in wanted_tops:
         if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= classes:
-            raise UserError(f"{option("top")} {top} is not between 1 and {classes}, the number of classes; change it")
+            raise UserError(f"{option('top')} {top} is not between 1 and {classes}, the number of classes; change it")
     return tuple(dict.fromkeys(wanted_tops))
 
 
