@@ -301,9 +301,8 @@ class Loop:
 
     def _forward_backward(self, batches: Any, keys: Any, carry: Any, graphs: Any = None) -> tuple[None, Any]:
         engine = self.trainer.engine
-        engine.gradients.begin_step()
-        _, left = engine.run_passes(batches, keys, carry, graphs)
-        engine.gradients.sum_over_workers(meanwhile=lambda: None)
+        _, left = engine.forward_backward(batches, keys, carry, graphs)
+        engine.gradients.sum()
         return None, left
 
     @property

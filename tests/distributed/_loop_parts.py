@@ -43,14 +43,13 @@ def batch(number: int, lanes: int = B) -> cw.Batch:
     return cw.Batch.of(x, target, fresh=number == 0)
 
 
-def train(case: str, plan: dict[str, Any], keys: dict[str, Any], device: str = "cpu", *, scattered: bool = False) -> dict[str, Any]:
+def train(case: str, plan: dict[str, Any], keys: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
     """Losses, weights and gradients of a loop, the same on every plan."""
     net = model(tie=case == "ema, tied")
     keys = {"lr": 0.02, "clip": 0.3, "optimizer": "adamw", **keys}
     if case.startswith("ema"):
         keys["ema"] = 0.7
     trainer = cw.Trainer(net, keys, plan=plan, device=device)
-    assert trainer.engine.gradients.scattered == scattered
     losses: list[float] = []
     found: dict[str, Tensor] = {}
     if case.startswith("ema"):
@@ -128,7 +127,7 @@ def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         mesh_module.symmetric_memory = MappedMemory
         mesh_module.peer_access.in_reach = lambda there, ranks: True
     try:
-        return train(job["case"], job["plan"], job["keys"], job["device"], scattered=job.get("mapped", False))
+        return train(job["case"], job["plan"], job["keys"], job["device"])
     except (UserError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

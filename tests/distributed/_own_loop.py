@@ -174,7 +174,8 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
             net.encoder.splittable = True  # not tried, so that the step itself fails
             net.encoder.register_forward_hook(lambda *seen: seen[-1].register_hook(fails) and None)
         if case == "state set by all" and number == 2:
-            trainer.state, trainer.uncounted = None, 7
+            trainer.state = None
+            trainer.position = replace(trainer.position, counted=7)
         if case == "notes of one" and rank == 0:
             net.head.best = losses
         if rank == 1 and number == 2:
@@ -271,7 +272,7 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
         case "another buffer":
             net.head.scale.fill_(3.0)
         case "another count":
-            trainer.uncounted = 7
+            trainer.position = replace(trainer.position, counted=7)
         case "another evaluation":
             trainer.evaluate([batch(0), batch(9)])
         case "a longer evaluation":

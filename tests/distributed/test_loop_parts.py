@@ -15,7 +15,7 @@ from torch import Tensor
 
 import _warm
 import carrywave as cw
-from carrywave.step.sync.outer import bounds, fragments_due
+from carrywave.step.sync.averaging import bounds, fragments_due
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _loop_parts import SYNCED, batch, model, train

@@ -29,12 +29,13 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.plan import Plan
 from carrywave.prediction.evaluation import passes
 from carrywave.spec.load import parse
-from carrywave.step.all_reduce import AllReduce, Reduced
+from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.graphs.capture import Capture, _reason
 from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.passes.micro_batches import FlatCarry, flatten
@@ -187,7 +188,7 @@ def test_chunks_and_micro_batches(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def test_an_encoder_of_the_users_own_and_a_step_that_is_no_number() -> None:
-    """Its outputs are looked at in the batch, and told of in the update."""
+    """What its outputs do to the first layer is seen in the batch, and told of in the update."""
 
     def model() -> Model:
         torch.manual_seed(0)
@@ -204,7 +205,7 @@ def test_an_encoder_of_the_users_own_and_a_step_that_is_no_number() -> None:
     same(recorded, plain)
     assert counted(recorded, "update") == 4
     assert torch.equal(recorded.nonfinite.kept, plain.nonfinite.kept)
-    assert recorded.nonfinite.look().codes == (recorded.nonfinite.units.forward(0),)
+    assert recorded.nonfinite.look().codes == (recorded.nonfinite.units.forward(1),)
 
 
 def test_other_lanes_within_a_step() -> None:
@@ -388,9 +389,9 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, plain = pair(language, keep_state=True)
     log: list[str] = []
-    plain_begin, plain_reduce = AllReduce.begin_step, dist.all_reduce
+    plain_begin, plain_reduce = Gradients.begin, dist.all_reduce
 
-    def begin(self: AllReduce) -> None:
+    def begin(self: Gradients) -> None:
         log.append("begin")
         plain_begin(self)
 
@@ -399,11 +400,11 @@ def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGr
         tensor.mul_(2.0)  # as if another worker had the same
         return plain_reduce(tensor, **options)
 
-    monkeypatch.setattr(AllReduce, "begin_step", begin)
+    monkeypatch.setattr(Gradients, "begin", begin)
     monkeypatch.setattr(dist, "all_reduce", reduce)
     for trainer in (recorded, plain):
         own = [p for _, p in trainer.named]
-        trainer.engine.gradients = trainer.engine.update.gradients = AllReduce(own, own, [Reduced(GroupSum(alone), own)])
+        trainer.engine.gradients = trainer.engine.update.gradients = Gradients(own, own, [Summed(GroupSum(alone), own)])
         log.clear()
         for number in range(4):
             before = counted(recorded, "batch")
@@ -431,7 +432,7 @@ def test_steps_whose_gradients_are_looked_up_on_the_host_are_not_recorded_and_ot
     monkeypatch.setattr(Trainer, "local_part", lambda self, batch: batch.take(0, 0, pooled=True) if batch.lanes.shape[0] == 1 else batch)
     for trainer in (recorded, plain):
         own = [p for _, p in trainer.named]
-        trainer.engine.gradients = trainer.engine.update.gradients = AllReduce(own, own, [Reduced(Doubled(), own)])
+        trainer.engine.gradients = trainer.engine.update.gradients = Gradients(own, own, [Summed(Doubled(), own)])
         for number, lengths in enumerate([(4, 2), (3,), (4, 2), (4, 2), (3,), (4, 2), (3,), (4, 2)]):
             trainer.update(sequences(lengths, number))
     same(recorded, plain)
@@ -566,3 +567,23 @@ def test_the_reason_is_the_first_error_and_where_it_was_raised() -> None:
     assert _reason(caught.value).startswith("shape '[3]' is invalid")
     assert _reason(caught.value).endswith(f"(test_capture_parts.py, line {failing.__code__.co_firstlineno + 2})")
     assert _reason(RuntimeError("")) == "RuntimeError"
+
+
+@pytest.mark.parametrize("parts", [{"c"}, {"h"}, {"h", "c"}], ids=["c", "h", "both, exchanged"])
+def test_any_part_of_a_carry_that_was_set_enters_a_replay(parts: set[str]) -> None:
+    """Only the first part had been looked at, so that a replay went on from the old c."""
+    recorded, plain = pair(language, keep_state=True)
+    for trainer in (recorded, plain):
+        for number in range(5):
+            trainer.step(words(4, 2, number, fresh=number == 0))
+            if number == 3:
+                assert trainer.state is not None
+                swap = len(parts) == 2
+                trainer.state = State(
+                    tuple(
+                        type(each)(each.c if swap else each.h + ("h" in parts), each.h if swap else each.c + ("c" in parts))
+                        for each in trainer.state.carries
+                    )
+                )
+    same(recorded, plain)
+    assert counted(recorded, "step") >= 3

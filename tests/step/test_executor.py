@@ -40,8 +40,7 @@ from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
-from carrywave.step.all_reduce import AllReduce, Reduced
-from carrywave.step.gradients import Gradients
+from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.passes import executor
 from carrywave.step.passes.executor import run
 from carrywave.step.passes.job import BatchOutcome, Job
@@ -429,7 +428,7 @@ def test_sums_in_device_memory_take_what_the_planner_counts(vocabulary: int, rep
 
     group = DeviceSum(replicas, make)
     parameters = list(model.parameters())
-    for bucket in AllReduce(parameters, parameters, [Reduced(group, parameters, during_backward=False)]).buckets:
+    for bucket in Gradients(parameters, parameters, [Summed(group, parameters, during_backward=False)]).buckets:
         with pytest.raises(Full):
             group.all_reduce(bucket.flat)
     assert planned == max(sizes)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from carrywave.parallel.sums.group_sums import GroupSum
-from carrywave.step.all_reduce import AllReduce, Reduced
-from carrywave.step.gradients import FlatBuffers, Gradients
+from carrywave.step.gradients import Gradients, Summed
 
 SHAPES = [((3, 5), torch.float64), ((4,), torch.float32), ((7,), torch.float64), ((), torch.float32)]
 Kind = Callable[[list[nn.Parameter]], Gradients]
@@ -48,9 +47,8 @@ def plain(passes: Passes) -> list[Tensor | None]:
     return [p.grad for p in own]
 
 
-def step(gradients: Gradients, own: Sequence[nn.Parameter], passes: Passes, *, static: bool) -> None:
-    gradients.begin_step()
-    gradients.begin_passes(len(passes), static=static)
+def step(gradients: Gradients, own: Sequence[nn.Parameter], passes: Passes) -> None:
+    gradients.begin()
     reached = []
     for number, factors in enumerate(passes):
         gradients.begin_pass()
@@ -59,7 +57,7 @@ def step(gradients: Gradients, own: Sequence[nn.Parameter], passes: Passes, *, s
         loss_of(own, factors).backward()  # type: ignore[no-untyped-call]
         reached.append(gradients.end_pass())
     gradients.end_passes(reached)
-    assert gradients.sum_over_workers(meanwhile=lambda: 7) == 7
+    gradients.sum()
 
 
 def some_passes() -> st.SearchStrategy[Passes]:
@@ -70,22 +68,20 @@ def some_passes() -> st.SearchStrategy[Passes]:
 def kinds(group: dist.ProcessGroup) -> dict[str, Kind]:
     return {
         "own": lambda own: Gradients(own, own),
-        "all-reduced": lambda own: AllReduce(own, own, [Reduced(GroupSum(group), own)], bucket_bytes=64),
-        "some all-reduced": lambda own: AllReduce(own, own, [Reduced(GroupSum(group), own[1:3], during_backward=False)]),
+        "all-reduced": lambda own: Gradients(own, own, [Summed(GroupSum(group), own)], bucket_bytes=64),
+        "some all-reduced": lambda own: Gradients(own, own, [Summed(GroupSum(group), own[1:3], during_backward=False)]),
     }
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["own", "all-reduced", "some all-reduced"])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(first=some_passes(), second=some_passes(), static=st.booleans())
-def test_every_way_ends_with_what_autograd_adds_up(
-    kind: str, alone: dist.ProcessGroup, first: Passes, second: Passes, static: bool
-) -> None:
+@given(first=some_passes(), second=some_passes())
+def test_every_way_ends_with_what_autograd_adds_up(kind: str, alone: dist.ProcessGroup, first: Passes, second: Passes) -> None:
     own = parameters()
     gradients = kinds(alone)[kind](own)
     for passes in (first, second):  # nothing of one step is left in the next
-        step(gradients, own, passes, static=static)
+        step(gradients, own, passes)
         for parameter, wanted in zip(own, plain(passes), strict=True):
             if wanted is not None:
                 assert parameter.grad is not None
@@ -101,10 +97,10 @@ def test_every_way_ends_with_what_autograd_adds_up(
 
 def test_gradients_that_are_summed_are_views_of_one_buffer(alone: dist.ProcessGroup) -> None:
     own = [nn.Parameter(torch.ones(size)) for size in (3, 5, 2)]
-    gradients = AllReduce(own, own, [Reduced(GroupSum(alone), own)], bucket_bytes=24)
+    gradients = Gradients(own, own, [Summed(GroupSum(alone), own)], bucket_bytes=24)
     assert [[p.numel() for p in bucket.parameters] for bucket in gradients.buckets] == [[2], [5], [3]]  # the last layers come first
     for passes in (1, 2):
-        step(gradients, own, [[1.0, 1.0, 1.0]] * passes, static=False)
+        step(gradients, own, [[1.0, 1.0, 1.0]] * passes)
         addresses = [p.grad.data_ptr() for p in own if p.grad is not None]
         base = gradients.buckets[0].flat.data_ptr()
         assert addresses == [base + 4 * (2 + 5), base + 4 * 2, base]
@@ -113,8 +109,8 @@ def test_gradients_that_are_summed_are_views_of_one_buffer(alone: dist.ProcessGr
 def test_a_gradient_that_leaves_its_place_is_noticed() -> None:
     own = [nn.Parameter(torch.ones(2))]
     gradients = Gradients(own, own)
-    gradients.begin_step()
-    gradients.begin_passes(2)
+    gradients.begin()
+    gradients.begin_pass()
     own[0].grad = torch.ones(2)
     with pytest.raises(RuntimeError, match="a gradient was replaced during backward"):
         gradients.end_pass()
@@ -123,13 +119,16 @@ def test_a_gradient_that_leaves_its_place_is_noticed() -> None:
 def test_what_the_optimizer_does_not_hold_is_cleared_too() -> None:
     trained, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     frozen.grad = torch.ones(2)
-    Gradients([trained], [trained, frozen]).begin_passes(1)
+    Gradients([trained], [trained, frozen]).begin_pass()
     assert frozen.grad is None
 
 
-def test_views_of_a_buffer_have_versions_of_their_own() -> None:
-    buffers = FlatBuffers([[nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]])
-    before = [view._version for view in buffers.views]
-    buffers.views[1].add_(1.0)
-    assert [view._version - old for view, old in zip(buffers.views, before, strict=True)] == [0, 1]
-    assert buffers.flats[0].tolist() == [0.0] * 3 + [1.0] * 4
+def test_numbers_travel_behind_the_gradients_in_one_message(alone: dist.ProcessGroup) -> None:
+    own = [nn.Parameter(torch.ones(size)) for size in (3, 5)]
+    gradients = Gradients(own, own, [Summed(GroupSum(alone), own)], numbers=4)
+    assert gradients.numbers is not None
+    assert len(gradients.buckets) == 1
+    assert gradients.buckets[0].flat.numel() == 3 + 5 + 4
+    step(gradients, own, [[1.0, 1.0]])
+    assert gradients.numbers.tolist() == [0.0] * 4
+    assert len(Gradients([], [], [Summed(GroupSum(alone), [])], numbers=4).buckets) == 1  # also if nothing is trained

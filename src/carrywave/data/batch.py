@@ -166,7 +166,7 @@ class Batch:
     @property
     def all_lanes(self) -> tuple[int, ...]:
         """The numbers of all lanes of the full batch, even if this is only some of them, without reading from a device."""
-        return tuple(range(self.cells[1] // self.steps)) if self.numbers is None else self.numbers
+        return tuple(range(len(self.lanes) if self.part_of is None else self.part_of[1])) if self.numbers is None else self.numbers
 
     @property
     def changes(self) -> int:

@@ -168,8 +168,10 @@ def _moves(folder: Path, recorded: Owner, say: Callable[[str], None]) -> bool:
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         now = read(folder)
-        if now != recorded:
-            return now is not None  # gone if it was released
+        if now is None and not (folder / FILE).exists():
+            return False  # it was released
+        if now is not None and now != recorded:
+            return True
     return False
 
 

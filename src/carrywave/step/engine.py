@@ -1,8 +1,7 @@
-"""The engine of a training step: run forward and backward of every batch, sum the gradients over workers, update the weights.
+"""The story of a step on one worker, once its lanes are chosen: forward and backward, sum over the workers, divide once, clip, update.
 
 Every plan takes this one way. A *pass* is the forward and backward of one batch; a pipeline takes all batches of a step in one pass, so
-that they follow each other through its stages. What else differs is how gradients are summed (`Gradients` and
-`AllReduce`).
+that they follow each other through its stages.
 
 If `graphs` are given, work whose shapes recur is replayed from CUDA graphs: the whole step if it is one pass, and all that workers exchange
 in it is work of the device; otherwise each pass, and, unless gradients are summed over workers, the update.
@@ -25,112 +24,95 @@ from carrywave.step.passes.compute import Compute
 from carrywave.step.passes.micro_batches import FlatCarry
 from carrywave.step.passes.profiler_ranges import span
 from carrywave.step.stats import total
-from carrywave.step.update import StatsAhead, StepResult, Update, Votes
+from carrywave.step.update import StepResult, Update, Votes
 
 
 @dataclass
 class Engine:
     """One worker's part of every step."""
 
+    mesh: Mesh
     compute: Compute
     gradients: Gradients
     update: Update
     resets: bool = False  # True if lanes whose carry is not finite start over
     _missed: set[object] = field(default_factory=set, init=False)  # batches of which a step has left summed gradients unreached, by `_kind`
 
-    @property
-    def mesh(self) -> Mesh:
-        """This worker's place among all."""
-        return self.compute.mesh
-
     def step(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None
     ) -> tuple[StepResult, FlatCarry]:
         """One optimizer step over this worker's lanes; returns its result, valid until the next step, and the carry after it."""
         marks = self.update.local_marks(votes)
-
-        def captured(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
-            return self._run_step(batches, tensors[: len(batches)], carry, tensors[-1] if self.mesh.world.size > 1 else None)
-
         with span("step"):
             if graphs is not None and self._is_one_piece(batches):
+
+                def recorded(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
+                    return self._take(batches, tensors[: len(batches)], carry, None if marks is None else tensors[-1])
+
                 tensors = keys if marks is None else [*keys, marks]
-                result, carry = graphs("step", captured, batches, tensors, carry, under=self._restarts())
+                result, carry = graphs("step", recorded, batches, tensors, carry, under=self._restarts())
             else:
-                result, carry = self._run_step(batches, keys, carry, marks, graphs)
+                result, carry = self._take(batches, keys, carry, marks, graphs)
             self.update.check_marks(result)
         return result, carry
 
-    def _run_step(
+    def _take(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, marks: Tensor | None, graphs: Capture | None = None
     ) -> tuple[StepResult, FlatCarry]:
-        """All of a step, captured or not: the passes, the sums over workers, the update."""
-        stats, carry, ahead = self._summed_gradients(batches, keys, carry, marks, graphs)
+        """All of a step, recorded or not."""
+        passes, carry = self.forward_backward(batches, keys, carry, graphs)
         if self.gradients.unreached:
             self._missed.add(_kind(batches))
-        return self._apply_update(stats, marks, graphs, ahead), self._reset(carry)
+        alone = self.mesh.world.size == 1 and not self.gradients.buckets
+        result = self._recorded_update(passes, graphs) if graphs is not None and alone else self.update(passes, marks)
+        return result, self._reset(carry)
 
     def backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None = None
     ) -> tuple[StepResult, FlatCarry]:
-        """A step that ends before the update: the gradient of the mean loss over all workers is left in `.grad`. It is not captured."""
+        """A step that ends before the update: the gradient of the mean loss over all workers is left in `.grad`. It is not recorded."""
         with span("backward"):
             marks = self.update.local_marks(votes)
-            stats, carry, ahead = self._summed_gradients(batches, keys, carry, marks, None)
-            result = self.update.divide(stats, marks, ahead)
+            passes, carry = self.forward_backward(batches, keys, carry, None)
+            result = self.update.divide(passes, marks)
             self.update.check_marks(result)
         return result, self._reset(carry)
 
-    def _summed_gradients(
-        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, marks: Tensor | None, graphs: Capture | None
-    ) -> tuple[Tensor, FlatCarry, StatsAhead | None]:
-        """Run all passes, and sum their gradients over the workers."""
-        self.gradients.begin_step()
-        stats, carry = self.run_passes(batches, keys, carry, graphs)
-        with span("sum of gradients"):
-            ahead = self.gradients.sum_over_workers(meanwhile=lambda: self.update.ahead(stats, marks))
-        return stats, carry, ahead
-
-    def run_passes(
+    def forward_backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
     ) -> tuple[Tensor, FlatCarry]:
-        """Run forward and backward of all batches; returns the sum of what the passes report."""
+        """Run all passes; returns the sum of what they report, and the carry after the last. Gradients are not summed over workers yet."""
+        self.gradients.begin()
         size = len(batches) if self.mesh.plan.stages > 1 else 1
-        firsts = range(0, len(batches), size)
-        self.gradients.begin_passes(len(firsts), static=graphs is not None)
-        stats: list[Tensor] = []
+        passes: list[Tensor] = []
         reached: list[Flags] = []
-        for first in firsts:
+        for first in range(0, len(batches), size):
             group, group_keys = batches[first : first + size], keys[first : first + size]
             if first and carry is not None and group[0].lanes.shape[0] != batches[first - 1].lanes.shape[0]:
                 carry = self.compute.start(group[0].lanes.shape[0])
             if graphs is not None:
-                (of_pass, flags), carry = graphs("batch", self._pass, group, group_keys, carry, under=(self.gradients.adds,))
+                (of_pass, flags), carry = graphs("batch", self._pass, group, group_keys, carry)
                 of_pass = of_pass.clone()  # the next replay overwrites it
             else:
-                (of_pass, flags), carry = self._pass(group, group_keys, carry, final=first == firsts[-1])
-            stats.append(of_pass)
+                (of_pass, flags), carry = self._pass(group, group_keys, carry, final=first + size >= len(batches))
+            passes.append(of_pass)
             reached.append(flags)
         self.gradients.end_passes(reached)
-        return total(stats), carry
+        return total(passes), carry
 
     def _pass(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, *, final: bool = False
     ) -> tuple[tuple[Tensor, Flags], FlatCarry]:
-        """One pass; `final`: the last of the step, not captured, so gradients may be summed as soon as they are complete."""
+        """One pass; `final`: the last of the step, not recorded, so gradients may be summed as soon as they are complete."""
         self.gradients.begin_pass()
-        stats, carry = self.compute(batches, keys, carry, self.gradients if final else None)
-        return (stats, self.gradients.end_pass()), carry
+        numbers, carry = self.compute(batches, keys, carry, self.gradients if final else None)
+        return (numbers, self.gradients.end_pass()), carry
 
-    def _apply_update(self, stats: Tensor, marks: Tensor | None, graphs: Capture | None, ahead: StatsAhead | None) -> StepResult:
-        if graphs is None or not self._is_alone:
-            with span("update"):
-                return self.update(stats, marks, ahead)
-
+    def _recorded_update(self, passes: Tensor, graphs: Capture) -> StepResult:
         def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
             return self.update(tensors[0], None), None
 
-        return graphs("update", update, [], [stats], None, under=(*self._restarts(), *self.gradients.given))[0]
+        return graphs("update", update, [], [passes], None, under=(*self._restarts(), *self.gradients.given))[0]
 
     def _is_one_piece(self, batches: Sequence[Batch]) -> bool:
         """True if a step is one pass, and nothing in it needs the host."""
@@ -138,13 +120,8 @@ class Engine:
         # A gradient that this worker lacks and another may have is looked up on the host. A worker without lanes lacks all of them.
         return one_pass and self.mesh.on_device and self.gradients.on_device and _kind(batches) not in self._missed
 
-    @property
-    def _is_alone(self) -> bool:
-        """True if nothing is sent to other workers, or summed, between the passes and the new weights."""
-        return self.mesh.world.size == 1 and not self.gradients.sums
-
     def _restarts(self) -> tuple[int, ...]:
-        """What a captured update of NT-ASGD depends on: with averaging it differs, and a restarted average is in different tensors."""
+        """What a recorded update of NT-ASGD depends on: with averaging it differs, and a restarted average is in different tensors."""
         optimizer = self.update.optimizer
         return (optimizer.restarts,) if isinstance(optimizer, NTASGD) else ()
 

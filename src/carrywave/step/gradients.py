@@ -1,168 +1,281 @@
-"""Where the gradients of a step are collected, and how they are summed over workers. `Gradients` itself sums nothing: there is one worker.
+"""Where the gradients of a step lie, and how they are summed over workers.
 
-The calls of one step, in order:
+Gradients that are summed over the same workers lie in one flat buffer for each dtype, at fixed addresses. The parameters' `.grad` are views
+of it, to which backward adds in place, so a sum is one message. Where all workers are replicas, the numbers that they tell each other in a
+step (`SharedNumbers`) lie at the end of the first buffer and travel with it. A large buffer is cut into buckets, each summed as soon as its
+last gradient is final, while backward is still running. The layout follows from the order of the parameters alone, and buckets start in
+the same order on every worker, so results repeat bit for bit. The calls of one step, in order:
 
-    begin_step
-        begin_passes
-            begin_pass … end_pass   for each pass; in the last one, `sum_early` and `is_final` say which gradients are complete
-        end_passes
-    sum_over_workers
+    begin
+        begin_pass … end_pass   for each pass; in the last one, `sum_early` and `is_final` say which gradients are complete
+    end_passes
+    sum
 
-`end_pass` moves the gradients of a pass to where they are kept, and returns which parameters it has reached. A replay of a captured pass
-runs no Python, so `end_passes` is given what was returned when the pass was captured.
-
-Gradients that are summed over workers, and those that outlive a captured graph, lie in flat buffers at fixed addresses, and the parameters'
-`.grad` are views of them. A step with a single pass has its fresh gradients copied there, which moves half the memory; with several, the
-buffer is zeroed first and autograd adds to it in place. Without either, a single pass that nothing separates from its update leaves its
-gradients where autograd put them.
+`end_pass` returns which parameters the pass has reached. A replay of a recorded pass runs no Python, so `end_passes` is given what was
+returned when the pass was recorded.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from carrywave.step.norms import by_dtype
+from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
+from carrywave.plan.cost.link_memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
+from carrywave.step.norms import by_dtype, norm_of_each
 
 Flags = tuple[bool, ...]  # one for each trained parameter
-Result = TypeVar("Result")
 
 
-class Allocate(Protocol):
-    """The signature of `torch.zeros`, as far as it is used here."""
+@dataclass(frozen=True)
+class Summed:
+    """Parameters whose gradients are summed over one group of workers."""
 
-    def __call__(self, count: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+    group: Summing
+    parameters: Sequence[nn.Parameter]
+    during_backward: bool = True  # may start while backward is still running
 
 
-class FlatBuffers:
-    """One contiguous buffer for each part, parameters of one dtype, and a view for each of them. `allocate`: returns a zeroed
-    buffer of this many numbers, by default in memory of this process.
-    """
+@dataclass
+class _Flat:
+    """A buffer and the parameters whose gradients lie in it, one after the other."""
 
-    def __init__(self, parts: Sequence[Sequence[nn.Parameter]], *, allocate: Allocate | None = None) -> None:
-        self.parts = parts
-        self.flats: list[Tensor] = []
-        self.views: list[Tensor] = []  # in the order of `parts`
-        for part in self.parts:
-            sizes = [p.numel() for p in part]
-            flat = (allocate or torch.zeros)(sum(sizes), dtype=part[0].dtype, device=part[0].device)
-            self.flats.append(flat)
-            # `.data`: views with version counters of their own, which tell whether a backward pass has added to a gradient.
-            self.views += [piece.view_as(p).data for p, piece in zip(part, torch.split(flat, sizes), strict=True)]
+    buffer: Tensor
+    gradients: Tensor  # the buffer without what lies behind them
+    parameters: Sequence[nn.Parameter]
+    sizes: list[int]
 
-    @property
-    def by_id(self) -> dict[int, Tensor]:
-        """The views by the ids of their parameters."""
-        return {id(p): view for p, view in zip((p for part in self.parts for p in part), self.views, strict=True)}
+
+class _Bucket:
+    """Neighbouring gradients of a buffer, summed together."""
+
+    def __init__(self, group: Summing, parameters: list[nn.Parameter], flat: Tensor, *, early: bool) -> None:
+        self.group, self.parameters, self.flat, self.early = group, parameters, flat, early
+        self.missing: set[int] = set()  # ids of the parameters whose gradients are not final yet
+        self.work: Working | None = None
+        self.started = False
 
 
 class Gradients:
-    """The gradients of one worker. `held` are all parameters on it, trained or not."""
+    """The gradients of one worker. `held` are all parameters on it, trained or not. `numbers`: how many further numbers are summed with the
+    first of `sums`. `watched`: parameters whose norms before a sum go to `local`.
+    """
 
-    sums = False  # True if gradients are summed over workers
-    on_device = True  # True if the host takes no part in that
-
-    def __init__(self, trained: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> None:
-        self.trained, self.held = list(trained), list(held)
+    def __init__(
+        self,
+        trained: Sequence[nn.Parameter],
+        held: Sequence[nn.Parameter],
+        sums: Sequence[Summed] = (),
+        *,
+        device: torch.device | None = None,
+        numbers: int = 0,
+        watched: Sequence[nn.Parameter] = (),
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self.trained = list(trained)
+        self.on_device = all(each.group.on_device for each in sums)  # the host takes no part in sums
         self.given = [False] * len(self.trained)  # which parameters the passes of the step have reached
-        self.unreached: set[int] = set()  # ids of summed ones that no pass of the step reached on this worker; on others one may have
-        self.local: dict[int, Tensor] = {}  # norms of some gradients before they were summed, by the parameter's id
-        self._summed: dict[int, Tensor] = {}  # views of the buffers of summed gradients, by the parameter's id
-        self._spare: dict[int, Tensor] = {}  # the same for the others, where they need one; allocated on first use
-        self._flats: list[Tensor] = []
-        self._homes: list[tuple[Tensor, Tensor]] = []  # each view with another one of the same place, which no one else has
-        self._views: dict[int, Tensor] = {}  # those in use in this step
-        self._versions: list[int] | None = None  # of the gradients after the last pass, if passes add to them in place
+        self.unreached: set[int] = set()  # ids of summed ones that no pass of the step reached here; on other workers one may have
+        self.local: dict[int, Tensor] = {}  # norms of watched gradients before they were summed, by the parameter's id
+        self.numbers: Tensor | None = None
+        self.buckets: list[_Bucket] = []
+        self._device = device
+        own = {id(p) for p in self.trained}
+        self._frozen = [p for p in held if id(p) not in own]
+        self._watched = {id(p) for p in watched}
+        self._flats: list[_Flat] = []
+        self._views: dict[int, Tensor] = {}  # by the parameter's id
+        self._armed = False
+        self._pending: Callable[[Tensor], bool] = _nothing
+        for each in sums:
+            # Backward reaches the last layers first.
+            for part in by_dtype(each.parameters[::-1]) or ([[]] if numbers and self.numbers is None else []):
+                self._add_summed(each, part, numbers if self.numbers is None else 0, bucket_bytes)
+        self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
+        for part in by_dtype([p for p in self.trained if id(p) not in self._bucket_of]):
+            self._add_flat(part, torch.zeros(sum(p.numel() for p in part), dtype=part[0].dtype, device=part[0].device))
+        if any(bucket.early for bucket in self.buckets):
+            hook = _weakly(self)
+            handles = [
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                for bucket in self.buckets
+                for parameter in bucket.parameters
+            ]
+            # The parameters are the user's and outlive this object, so its hooks are removed with it.
+            weakref.finalize(self, _remove, handles).atexit = False
 
-    @property
-    def adds(self) -> bool:
-        """True if backward passes add to gradients in place; otherwise there is one pass, whose gradients are fresh."""
-        return self._versions is not None
+    def _add_summed(self, summed: Summed, part: list[nn.Parameter], numbers: int, bucket_bytes: int | None) -> None:
+        """One buffer, cut into buckets; `numbers` more lie at its end, in the last bucket."""
+        dtype, device = (part[0].dtype, part[0].device) if part else (torch.float64, self._device)
+        size = sum(p.numel() for p in part)
+        if isinstance(summed.group, GroupSum):
+            buffer = summed.group.zeros(size + numbers, dtype=dtype, device=device or torch.device("cpu"))
+        else:
+            buffer = torch.zeros(size + numbers, dtype=dtype, device=device)
+        self._add_flat(part, buffer)
+        if numbers:
+            self.numbers = buffer[size:]
+        most = bucket_bytes or (BUCKET_BYTES if summed.group.overlaps else DEVICE_BUCKET_BYTES)
+        runs, start = _runs(part, most) or [[]], 0
+        for number, run in enumerate(runs, start=1):
+            last = number == len(runs)
+            end = size + numbers if last else start + sum(p.numel() for p in run)
+            # A single bucket has nothing to overlap with, and the numbers are complete only in the end.
+            early = summed.during_backward and len(runs) > 1 and not (last and numbers)
+            self.buckets.append(_Bucket(summed.group, run, buffer[start:end], early=early))
+            start = end
 
-    def begin_step(self) -> None:
+    def _add_flat(self, part: Sequence[nn.Parameter], buffer: Tensor) -> None:
+        sizes = [p.numel() for p in part]
+        self._flats.append(_Flat(buffer, buffer[: sum(sizes)], part, [*sizes, buffer.numel() - sum(sizes)]))
+
+    def begin(self) -> None:
         """Start an optimizer step."""
-
-    def begin_passes(self, passes: int, *, static: bool = False) -> None:
-        """Start the passes of a step, this many. `static`: its gradients must have fixed addresses, because passes are captured."""
-        self.given = [False] * len(self.trained)
-        for view, home in self._homes:
-            if view.data_ptr() != home.data_ptr():
-                view.data = home  # `model.half()` and back, or `model.cpu()` and back, move a `.grad` away without replacing it
-        self._views, self._versions = self._summed, None
-        if static or passes > 1:
-            self._views = self._summed | self._allocated()
-        if passes > 1:
-            if self._flats:
-                torch._foreach_zero_(self._flats)
-            self._versions = []
-        self.begin_pass()
+        self._armed = False
+        self.local = {}
+        for bucket in self.buckets:
+            bucket.work, bucket.started = None, False
+            bucket.missing = {id(p) for p in bucket.parameters}
+        if self._flats:
+            torch._foreach_zero_([flat.buffer for flat in self._flats])
 
     def begin_pass(self) -> None:
-        """Before each pass, and inside what is captured of it: nothing that a failed capture left behind may be added to."""
-        for parameter in self.held:  # including those that the user's optimizer does not hold
+        """Before each pass, and inside what is recorded of it: nothing that a failed recording left behind may be added to."""
+        for parameter in self._frozen:  # including those that the user's optimizer does not hold
             parameter.grad = None
-        if self.adds:
-            for parameter in self.trained:
-                parameter.grad = self._views[id(parameter)]
-            self._versions = self._now()
-
-    def sum_early(self, pending: Callable[[Tensor], bool] | None = None) -> None:
-        """Before the last backward of a step: its gradients are final, except where part of one is still `pending`."""
-
-    def is_final(self, parameter: Tensor) -> None:
-        """A gradient that was pending is final."""
+        for flat in self._flats:
+            for parameter, piece in zip(flat.parameters, torch.split(flat.buffer, flat.sizes), strict=False):
+                # New views every time, because `model.half()` and back move a `.grad` away. `.data` has a version counter of its own, which
+                # tells whether backward has added to it.
+                view = piece.view_as(parameter).data
+                parameter.grad = self._views[id(parameter)] = view
 
     def end_pass(self) -> Flags:
-        """After a pass, move new gradients to their place; returns which parameters the pass has reached."""
-        if self._versions is not None:
-            if any(p.grad is not self._views[id(p)] for p in self.trained):
-                raise RuntimeError("a gradient was replaced during backward, instead of being added to")
-            return tuple(new != old for new, old in zip(self._now(), self._versions, strict=True))
-        reached = tuple(p.grad is not None for p in self.trained)
-        fresh = [p for p in self.trained if p.grad is not None and id(p) in self._views and p.grad is not self._views[id(p)]]
-        for part in by_dtype(fresh):
-            torch._foreach_copy_([self._views[id(p)] for p in part], [p.grad for p in part])  # type: ignore[misc]
-        for parameter in fresh:
-            parameter.grad = self._views[id(parameter)]
-        return reached
+        """After a pass; returns which parameters it has reached."""
+        views = [self._views[id(p)] for p in self.trained]
+        if any(p.grad is not view for p, view in zip(self.trained, views, strict=True)):
+            raise RuntimeError("a gradient was replaced during backward, instead of being added to")
+        return tuple(view._version > 0 for view in views)
 
     def end_passes(self, reached: Sequence[Flags]) -> None:
         """The gradients of all passes are complete. `reached`: what `end_pass` returned for each pass."""
-        self.given = [any(flags) for flags in zip(*reached, strict=True)]
+        self.given = list(reached[0]) if len(reached) == 1 else [any(flags) for flags in zip(*reached, strict=True)]
+        self.unreached = set()
         for parameter, given in zip(self.trained, self.given, strict=True):
-            if given and id(parameter) in self._views:
+            if given or id(parameter) in self._bucket_of:
                 parameter.grad = self._views[id(parameter)]
+                if not given:
+                    self.unreached.add(id(parameter))
+            else:
+                parameter.grad = None  # as torch leaves it
 
-    def sum_over_workers(self, meanwhile: Callable[[], Result]) -> Result:
-        """The gradients of the step are complete: sum them over workers, and do something else meanwhile. One that no pass has reached is
-        removed, as torch would.
-        """
-        for parameter, given in zip(self.trained, self.given, strict=True):
-            if not given:
-                parameter.grad = None
-        return meanwhile()
+    def sum(self) -> None:
+        """The gradients of the step are complete: sum them over workers."""
+        # What was pending belongs to the pass. Kept until the next step, it would keep the pass's autograd graph as well, which no
+        # recording of that step survives.
+        self._armed, self._pending = False, _nothing
+        for bucket in self.buckets:
+            self._start(bucket)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of parameters as they lie in their buffers: zeros if no pass has reached one."""
+        return [self._views[id(p)] for p in parameters]
+
+    @torch.no_grad()
+    def scale(self, by: Tensor) -> None:
+        """Multiply all gradients by one factor."""
+        for flat in self._flats:
+            flat.gradients.mul_(by.to(flat.buffer.device, flat.buffer.dtype))
+
+    def sum_early(self, pending: Callable[[Tensor], bool] | None = None) -> None:
+        """Before the last backward of a step: its gradients are final, except where part of one is still `pending`."""
+        self._armed, self._pending = True, pending or _nothing
+
+    def is_final(self, parameter: Tensor) -> None:
+        """A gradient is final: start the sums of all buckets that are complete now, in their order."""
+        bucket = self._bucket_of.get(id(parameter))
+        if bucket is None:
+            return
+        bucket.missing.discard(id(parameter))
+        for each in self.buckets:
+            if each.started:
+                continue
+            if each.missing or not each.early:
+                return
+            self._start(each)
+
+    def watch(self) -> None:
+        """Take the norms of watched gradients that have not been summed yet."""
+        for bucket in self.buckets:
+            self._watch(bucket)
 
     def abandon(self) -> None:
         """The step has failed: let go of sums that have begun."""
+        for bucket in self.buckets:
+            bucket.work = None  # it would keep the connections open
 
     def reduces(self, parameter: Tensor) -> bool:
         """True if this gradient is summed over workers."""
-        return False
+        return id(parameter) in self._bucket_of
 
-    def _allocated(self) -> dict[int, Tensor]:
-        missing = [p for p in self.trained if id(p) not in self._summed and id(p) not in self._spare]
-        if missing:
-            self._spare |= self._kept_in(FlatBuffers(by_dtype(missing)))
-        return self._spare
+    def _added(self, parameter: Tensor) -> None:
+        """Post-accumulate hook; torch calls it even if it had nothing to add."""
+        if self._armed and parameter.grad is not None and not self._pending(parameter):
+            self.is_final(parameter)
 
-    def _kept_in(self, buffers: FlatBuffers) -> dict[int, Tensor]:
-        """Use these buffers; returns their views by the ids of their parameters."""
-        self._flats += buffers.flats
-        self._homes += [(view, view.detach()) for view in buffers.views]
-        return buffers.by_id
+    def _start(self, bucket: _Bucket) -> None:
+        if not bucket.started:
+            self._watch(bucket)
+            bucket.started = True
+            bucket.work = bucket.group.all_reduce(bucket.flat)
 
-    def _now(self) -> list[int]:
-        return [self._views[id(p)]._version for p in self.trained]
+    def _watch(self, bucket: _Bucket) -> None:
+        watched = [] if bucket.started else [id(p) for p in bucket.parameters if id(p) in self._watched and id(p) not in self.local]
+        if watched:
+            self.local |= zip(watched, norm_of_each([self._views[each] for each in watched]).unbind(), strict=True)
+
+
+def _weakly(gradients: Gradients) -> Callable[[Tensor], None]:
+    """A hook that does not keep the object alive."""
+    reference = weakref.ref(gradients)
+
+    def added(parameter: Tensor) -> None:
+        gradients = reference()
+        if gradients is not None:
+            gradients._added(parameter)
+
+    added.is_ours = True  # type: ignore[attr-defined]  # tells it apart from a user's hooks on the parameter
+    return added
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _nothing(parameter: Tensor) -> bool:
+    return False
+
+
+def _runs(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Group neighbouring parameters up to `bucket_bytes`; a larger parameter gets its own group."""
+    runs: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        wide = parameter.numel() * parameter.element_size()
+        if runs and size + wide <= bucket_bytes:
+            runs[-1].append(parameter)
+            size += wide
+        else:
+            runs.append([parameter])
+            size = wide
+    return runs

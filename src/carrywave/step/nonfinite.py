@@ -19,24 +19,19 @@ The optimizer learns of it through its `found_inf`, and leaves parameters and it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from carrywave.kernels.carry import AnyCarries
-from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import unit_of
 from carrywave.model.stage import Stage
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.step.gradients import Gradients
-from carrywave.step.norms import norm_of_each
-from carrywave.step.stats import pass_slots
 
 MOST_IN_A_ROW = 10  # consecutive skipped steps before the run stops
 MOST_BACKS = 3  # returns to the last snapshot before the run stops
@@ -106,49 +101,44 @@ class NonfiniteRecord:
         self.kept = torch.zeros(5 + world.size, dtype=torch.float64, device=world.device)
         self._steps, self._in_a_row, self._longest, self._bad_steps, self._first_bad = self.kept[:5].unbind()
         loss = units.forward(len(units.names) - 1)
-        outputs = {"loss": [loss], "count": [loss], "encoded": [units.forward(0)]}
-        outputs["carries"] = [units.forward(layer + 1) for layer, _ in stage.parts]
-        # The code for each number that a backward pass reports. The penalty has none: it is computed from outputs that have.
-        self._codes = [code for name in pass_slots(len(stage.parts)).shapes for code in outputs.get(name, [0])]
-        self._on_device: dict[tuple[int, ...], Tensor] = {}
+        # The code for each number that a pass reports. The penalty has none: it is computed from outputs that have.
+        self._pass_codes = self._tensor([loss, loss, 0, *(units.forward(layer + 1) for layer, _ in stage.parts)])
+        self.watched = self._smallest()
+        self._local_codes = self._tensor([units.backward(self.unit[id(p)]) for p in self.watched])
+        self._gradient_codes = self._all_codes = self._tensor([])  # until `expect`
 
-    @property
-    def watched(self) -> list[nn.Parameter]:
+    def _smallest(self) -> list[nn.Parameter]:
         """The smallest parameter of each unit, inspected before the all-reduce: a non-finite gradient anywhere in a unit reaches it too."""
         smallest: dict[int, nn.Parameter] = {}
         for _, parameter in sorted(self.named, key=lambda pair: pair[1].numel()):
             smallest.setdefault(self.unit[id(parameter)], parameter)
         return [parameter for parameter in smallest.values() if parameter.numel() <= SMALL]
 
-    @torch.no_grad()
-    def code(self, counted: Sequence[Tensor], norms: Tensor, passes: Tensor, gradients: Gradients) -> Tensor:
-        """This worker's code for its step, as a float64 scalar: from the norms of its gradients, by parameter (`counted`), and from the
-        sum of what its backward passes reported.
-        """
-        units = self.units
-        local = [(self.unit[id(p)], norm) for _, p in self.named if (norm := gradients.local.get(id(p))) is not None]
-        codes = [units.backward(self.unit[id(p)], summed=gradients.reduces(p)) for p in counted]
-        codes += self._codes + [units.backward(unit) for unit, _ in local]
-        # Squared norms: with float64 gradients a square may overflow where the norm does not, and then the global norm is infinite too.
-        values = torch.cat([norms.square(), passes, *([torch.stack([norm for _, norm in local])] if local else [])])
-        return self._first(values, codes)
+    def expect(self, counted: Sequence[Tensor], gradients: Gradients) -> None:
+        """Learn which gradients `of_gradients` will be given the norms of, in their order."""
+        self._gradient_codes = self._tensor([self.units.backward(self.unit[id(p)], summed=gradients.reduces(p)) for p in counted])
+        self._all_codes = torch.cat([self._pass_codes, self._gradient_codes])
 
     @torch.no_grad()
-    def summed_code(self, counted: Sequence[Tensor], norms: Tensor) -> Tensor:
-        """The code for gradients that are summed over all workers: the same on each."""
-        return self._first(norms.square(), [self.units.backward(self.unit[id(p)], summed=True) for p in counted])
+    def of_step(self, passes: Tensor, norms: Tensor) -> Tensor:
+        """The code of a worker that is alone: of what its passes reported, and of gradients with these norms."""
+        return _first(torch.cat([passes, norms.square()]), self._all_codes)
 
-    def _first(self, values: Tensor, codes: Sequence[int]) -> Tensor:
-        """The largest code of the values that are not finite, which is that of the first in the order of computation; 0 if all are."""
-        # x − x is NaN, hence != 0, when x is NaN or infinite.
-        bad = values - values != 0
-        return (bad * self._tensor(tuple(codes))).amax()
+    @torch.no_grad()
+    def of_passes(self, passes: Tensor, gradients: Gradients) -> Tensor:
+        """This worker's code for what its passes reported and for the gradients that it watches before their sum, a float64 scalar."""
+        code = _first(passes, self._pass_codes)
+        local = [gradients.local[id(p)] for p in self.watched if id(p) in gradients.local]
+        return torch.maximum(code, _first(torch.stack(local), self._local_codes)) if len(local) == len(self._local_codes) > 0 else code
 
-    def _tensor(self, codes: tuple[int, ...]) -> Tensor:
-        """The codes as a tensor, cached because a step being captured cannot copy from the host."""
-        if codes not in self._on_device:
-            self._on_device[codes] = torch.tensor(codes, dtype=torch.float64, device=self.world.device)
-        return self._on_device[codes]
+    @torch.no_grad()
+    def of_gradients(self, norms: Tensor) -> Tensor:
+        """The code for gradients with these norms."""
+        # Squared: with float64 gradients a square may overflow where the norm does not, and then the global norm is infinite too.
+        return _first(norms.square(), self._gradient_codes)
+
+    def _tensor(self, codes: Sequence[int]) -> Tensor:
+        return torch.tensor(codes, dtype=torch.float64, device=self.world.device)
 
     @torch.no_grad()
     def note(self, finite: Tensor, codes: Tensor) -> None:
@@ -198,26 +188,10 @@ class NonfiniteRecord:
         return min(bad)[1] if bad else ""
 
 
-@contextmanager
-def watched_encoder(stage: Stage | OpaqueModel) -> Iterator[list[Tensor]]:
-    """Inside this context, the norms of a user-defined encoder's outputs are added to the list. Ours need no watching: they only return
-    their input, or rows of their weights.
-    """
-    norms: list[Tensor] = []
-    encoder = getattr(stage, "encoder", None)
-    if not isinstance(encoder, nn.Module) or isinstance(encoder, Embedding | Numbers | torch.jit.ScriptModule):
-        yield norms
-        return
-
-    def look(module: nn.Module, args: Any, out: Any) -> None:
-        if isinstance(out, Tensor) and out.is_floating_point():
-            norms.extend(norm_of_each([out.detach()]).unbind())
-
-    handle = encoder.register_forward_hook(look)
-    try:
-        yield norms
-    finally:
-        handle.remove()
+def _first(values: Tensor, codes: Tensor) -> Tensor:
+    """The largest code of the values that are not finite, which is that of the first in the order of computation; 0 if all are."""
+    # x − x is NaN, hence != 0, when x is NaN or infinite.
+    return ((values - values != 0) * codes).amax() if len(codes) else codes.new_zeros(())
 
 
 @torch.no_grad()

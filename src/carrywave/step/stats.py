@@ -1,23 +1,27 @@
-"""The numbers of an optimizer step, in vectors with named slots: what one pass reports, and what all workers share after the last.
+"""The numbers of an optimizer step beside its gradients: what one pass reports, and what workers tell each other.
 
-A pass (forward and backward of a batch) returns one float64 vector (`pass_slots`). Its size does not depend on the batch, so that it can be
-the output of a captured graph. Vectors of several passes are added up.
+A pass (forward and backward of a batch) reports one float64 vector: loss, count and penalty, and the norms of the carries it leaves, which
+are not finite if a carry is not. Its size does not depend on the batch, so that it can be the output of a recorded graph. Vectors of
+several passes are added up.
 
-After the last pass, every worker fills its part of one longer vector (`step_slots`), and a single all-reduce adds up the workers' vectors.
-What must be known of each worker separately has one slot per rank, to which the others add zero.
+Workers add up one vector with named slots (`SharedNumbers`). Where all of them are replicas it lies behind the gradients and travels with
+them in one message; in a pipeline it follows them, because the norm of a gradient over all stages is known only then. What must be known of
+each worker separately has one slot for each rank, to which the others add zero. The vector may be of float32, as gradients are: whole
+numbers are sent in two parts below 2**20, which are exact.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from carrywave.parallel.mesh import Mesh
+
+LOSS, COUNT, PENALTY, CARRIES = range(4)  # in what a pass reports: sums over real targets; norms from the last one on
+PART = 1 << 20  # of a whole number that is sent in two parts
 
 
 class Slots:
@@ -28,73 +32,75 @@ class Slots:
         self._sizes = [math.prod(shape) for shape in shapes.values()]
         self.size = sum(self._sizes)
 
-    def pack(self, **parts: Tensor) -> Tensor:
-        """The vector with these values; every slot must be given."""
-        return torch.cat([parts[name].reshape(math.prod(shape)) for name, shape in self.shapes.items()])
-
-    def read(self, vector: Tensor, name: str) -> Tensor:
-        """One slot, in its shape."""
-        return self.parts(vector)[name]
-
     def parts(self, vector: Tensor) -> dict[str, Tensor]:
-        """All slots, each in its shape."""
+        """All slots, each in its shape; views of the vector."""
         return {name: part.view(shape) for part, (name, shape) in zip(torch.split(vector, self._sizes), self.shapes.items(), strict=True)}
 
 
-def pass_slots(parts: int) -> Slots:
-    """What a pass reports: sums over its targets, and norms that are non-finite if what they belong to is."""
-    return Slots(
-        loss=(),  # sum over real targets
-        count=(),  # number of real targets
-        penalty=(),  # regularization; part of what was differentiated, but not of the loss
-        encoded=(),  # norm of the outputs of a user's encoder
-        carries=(parts,),  # norms of the parts of each layer's carry after the last step
-    )
+class SharedNumbers:
+    """What the workers of a step tell each other. `parameters`: of the whole model; `columns`: checksums of each worker."""
 
+    def __init__(self, mesh: Mesh, parameters: int, columns: int) -> None:
+        size = mesh.world.size
+        self.mesh = mesh
+        self.slots = Slots(
+            loss=(),  # over real targets
+            count=(2,),
+            squared=(),  # squared norm of the summed gradient; of a pipeline
+            overflow=(),  # above zero if any worker overflowed (fp16); of a pipeline
+            votes=(2,),  # how many workers were asked to stop, as on Ctrl-C and as on SIGTERM
+            reached=(parameters,),  # how many workers have a gradient for each parameter
+            codes=(size,),  # each worker's code for non-finite numbers
+            marks=(size, columns, 2),  # each worker's checksums of what all must agree on
+        )
+        self.travels = False  # True if it lies behind the gradients
+        self.place(torch.zeros(self.slots.size, dtype=torch.float64, device=mesh.device))
 
-@dataclass(frozen=True)
-class StepStats:
-    """One worker's vector before the all-reduce, the sum over all workers after it."""
+    def place(self, vector: Tensor) -> None:
+        """Let the numbers lie here."""
+        self.vector = vector
+        self.parts = self.slots.parts(vector)
 
-    slots: Slots
-    vector: Tensor
+    def fill(self, passes: Tensor, marks: Tensor, reached: Tensor, code: Tensor) -> None:
+        """This worker's numbers in its slots, and zeros in those of others."""
+        parts, rank = self.parts, self.mesh.world.rank
+        if not self.travels:
+            self.vector.zero_()  # otherwise zeroed with the gradients
+        parts["loss"].copy_(passes[LOSS])
+        parts["count"].copy_(split(passes[COUNT]))
+        parts["votes"].copy_(marks[:2])
+        parts["reached"].copy_(reached)
+        parts["codes"][rank].copy_(code)
+        parts["marks"][rank].copy_(split(marks[2:]))
+
+    def sum(self) -> None:
+        """Add up what all workers have; if they have not been added up with the gradients. Collective: every rank must call it."""
+        if not self.travels:
+            self.mesh.sum_(self.vector)
 
     @property
     def score(self) -> tuple[Tensor, Tensor]:
-        """Loss and count."""
-        loss_sum, count = self["score"].unbind()
-        return loss_sum, count
+        """Loss and count over all workers, in float64."""
+        return self.parts["loss"].double(), joined(self.parts["count"])
 
     @property
-    def squared(self) -> Tensor:
-        """The squared norm of the summed gradient."""
-        return self["squared"]
+    def marks(self) -> Tensor:
+        """[workers, columns]"""
+        return joined(self.parts["marks"])
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._parts[name]
 
-    @cached_property
-    def _parts(self) -> dict[str, Tensor]:
-        return self.slots.parts(self.vector)
+def split(numbers: Tensor) -> Tensor:
+    """[…, 2]: numbers as how often they contain `PART`, and the rest."""
+    high = (numbers / PART).floor()
+    return torch.stack([high, numbers - high * PART], dim=-1)
 
-    def over(self, mesh: Mesh) -> StepStats:
-        """The sum over all workers, in place. Collective: every rank must call it."""
-        return StepStats(self.slots, mesh.sum_(self.vector))
+
+def joined(parts: Tensor) -> Tensor:
+    """The numbers again, or their sums if parts were added up, in float64."""
+    high, low = parts.double().unbind(-1)
+    return high * PART + low
 
 
 def total(vectors: Sequence[Tensor]) -> Tensor:
     """The sum of several vectors, or of several scalars."""
     return vectors[0] if len(vectors) == 1 else torch.stack(list(vectors)).sum(0)
-
-
-def step_slots(mesh: Mesh, *, parameters: int, mark_columns: int) -> Slots:
-    """What workers share after the last pass of a step."""
-    return Slots(
-        score=(2,),  # loss and count
-        squared=(),  # squared norm of the summed gradient
-        overflow=(),  # above zero if any worker overflowed (fp16)
-        votes=(2,),  # how many workers were asked to stop, as on Ctrl-C and as on SIGTERM
-        reached=(parameters,),  # how many workers have a gradient for each parameter
-        codes=(mesh.world.size,),  # each worker's code for non-finite numbers
-        marks=(mesh.world.size, mark_columns),  # each worker's checksums of what all must agree on
-    )

@@ -1,7 +1,8 @@
 """`Trainer` runs one optimizer step: batches in, loss out. The loop around it may be ours or the user's, on one worker or many.
 
-A step sums the loss over all its batches, differentiates the sum, all-reduces the gradients, divides once by the number of real targets on
-all workers, clips, and updates. The state of the lanes is passed from batch to batch, detached from the autograd graph.
+A step is told in `_take`, top to bottom: check what came in, take this worker's lanes and what they go on from, run them, and go on from
+the next position. What running them is, `engine` tells: forward and backward of all batches, a sum over the workers, one division, clip,
+update. What a trainer goes on from is a value, `Position`; parts of a step are given what they need, never the trainer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.world import raise_on_all
 from carrywave.plan.plan import Plan, check_sync
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
@@ -31,27 +33,31 @@ from carrywave.step import trainer_state
 from carrywave.step.checks import arguments
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.audit import audited
-from carrywave.step.checks.finite import look
+from carrywave.step.checks.finite import diverged, look
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
 from carrywave.step.checks.trainable import TrainableParameters
 from carrywave.step.checks.trial import SplitTrial
 from carrywave.step.engine import Engine
-from carrywave.step.evaluated_weights import evaluation_weights
+from carrywave.step.evaluated_weights import taken_from
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.mean_loss import mean_loss
-from carrywave.step.nonfinite import NonfiniteRecord
+from carrywave.step.mean_loss import MeanLoss
+from carrywave.step.nonfinite import NonfiniteRecord, reset_nonfinite_lanes
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.optim import weight_average
 from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.passes.compute import Compute
-from carrywave.step.passes.micro_batches import flatten, lanes_of
+from carrywave.step.passes.micro_batches import FlatCarry, flatten, lanes_of
+from carrywave.step.passes.profiler_ranges import span
+from carrywave.step.position import Position
 from carrywave.step.precision import configure, with_settled_precision
+from carrywave.step.sync.meeting import News, UserExchanges, check_unsaved
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
-from carrywave.step.sync.user_loop import UserExchanges
+from carrywave.step.trainer_state import Stateful
 from carrywave.step.update import StepResult, Votes
 from carrywave.step.user_gradients import UserGradients
-from carrywave.step.worker_setup import engine_of, local_part, mesh_of, place_model, tensors_of, trained, user_optimizer
+from carrywave.step.worker_setup import engine_of, local_part, mesh_of, place_model, trained, user_optimizer
 
 
 class Trainer:
@@ -126,22 +132,20 @@ class Trainer:
         # left out in our own loop with on_nan=stop, where the run ends at such a step anyway.
         free = optimizer is not None or self.device.type == "cpu" or self.spec.optimizer != "ntasgd"
         self.guards_weights = free or mesh is None or self.spec.on_nan != "stop"
-        self._state: State | None = None
-        self._state_set = False  # since the last step, which workers compare
-        self.lanes: tuple[int, ...] | None = None  # those whose state is kept, over all workers
-        self.uncounted = 0  # batches so far without a step number of their own
+        self.position = Position()
+        self._state_set = False  # by the user, since the last step
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
-        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then captured only if that is recordable.
+        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then recorded only if that is recordable.
         scale = None if self.scaler is None else self.scaler.scale
         self.compute = Compute(
             self.stage, self.within, self.spec, keep_state=self.keep_state, uncut_time=self.model.reads_whole, scale=scale
         )
         self.agreement = Agreement(self.within, self.held.parameters, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.within.plan)
-        self.engine = self.new_engine()
-        self.user_gradients = UserGradients()  # of `backward`, until they are applied
+        self.engine = self._new_engine()
+        self.user_gradients = UserGradients(list(self.held.parameters.values()))  # of `backward`, until they are applied
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
-        self.exchanges = UserExchanges(self) if mesh is None and self.sync is not None else None
+        self.exchanges = UserExchanges(self.mesh, self.sync, self.spec) if mesh is None and self.sync is not None else None
         self._followed = TrainableParameters(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
@@ -149,18 +153,9 @@ class Trainer:
         self._trial = SplitTrial(self.model, self.stage, self.within, self.spec.precision)
         self.evaluation_trial = SplitTrial(self.model, self.stage, self.mesh, self.spec.precision)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
-        capturable = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
+        recordable = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         where = self.device, self.plan, self.model, self.optimizer
-        self.capture = Capture.of(*where, on_device=self.mesh.messages_on_device) if capturable else None
-
-    @property
-    def state(self) -> State | None:
-        """The carry of this worker's lanes and layers, with which the next step goes on; None if there is none."""
-        return self._state
-
-    @state.setter
-    def state(self, state: State | None) -> None:
-        self._state, self._state_set = state, True
+        self.capture = Capture.of(*where, on_device=self.mesh.messages_on_device) if recordable else None
 
     def step(self, *batches: Batch) -> Tensor:
         """Take one optimizer step over these batches (several are accumulated); returns the mean loss over their real targets.
@@ -170,7 +165,7 @@ class Trainer:
         """
         result = self.update(*batches)
         if self.exchanges is not None:
-            self.exchanges.after(self, result)
+            self.exchanges.after(result, self.news)
         elif self.spec.on_nan == "stop":
             self._look(result)
         return result.mean(self.spec.precision)
@@ -178,60 +173,91 @@ class Trainer:
     @lost_contact.kept
     def update(self, *batches: Batch) -> StepResult:
         """Take one optimizer step and return its sums, which are valid until the next one."""
-        self.user_gradients.end(self)
-        return self.run(batches, applies=True)
+        self.user_gradients.end()
+        return self._take(batches, self.position, applies=True)
 
-    def run(self, batches: Sequence[Batch], *, applies: bool) -> StepResult:
-        """Run forward and backward of these batches; `applies`: then update the weights, otherwise leave the gradient in `.grad`."""
+    def _take(self, batches: Sequence[Batch], position: Position, *, applies: bool) -> StepResult:
+        """A step: check what came in, take this worker's lanes, run them, update, and go on from the next position. `applies`: with the
+        update; otherwise the gradient is left in `.grad`.
+        """
+        lanes = self._check(batches, position)
+        keys, counted = self._keys(batches, position.counted)
+        local_batches = self._local(batches, keys)
+        carry, local_batches = self._carry(local_batches, position)
+        hooked = self.hooks.any_registered(self._optimizer)  # also refuses some
+        clock = self.compute.clock
+        # A replay would not run a hook, nor ask a clock.
+        graphs = None if hooked or (clock is not None and not clock.recordable) else self.capture
+        run = self.engine.step if applies else self.engine.backward
+        try:
+            with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off() if hooked else nullcontext():
+                result, left = run(local_batches, keys, carry, self.votes, graphs)
+        except BaseException as error:
+            self._broke_off(error)  # other workers are not left waiting, and learn why
+            raise
+        state = position.carry if left is None else State(self.stage.carries(left)) if left else None  # of no layers, or of no lanes
+        self.position, self._state_set, self._audited = Position(state, lanes, counted), False, True
+        return result
+
+    def _check(self, batches: Sequence[Batch], position: Position) -> tuple[int, ...] | None:
+        """What a step is given, and the model that takes it; returns the lanes whose carry will be kept."""
         self.modes.resume()
-        if self.mesh.hung_up:
+        several = self.mesh.world.size > 1
+        if several and self.mesh.hung_up:
             self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
         arguments.check_batches(batches, self.model, keep_state=self.keep_state)
         arguments.check_surroundings(self.spec, self.device)
-        self.follow()
-        self.agreement.before(batches, self.optimizer, self.uncounted)
-        before = self.uncounted, self.lanes, self.state, self._state_set
-        try:
-            return self._run(*self._prepared(batches), applies=applies)
-        except BaseException:
-            self.uncounted, self.lanes, self.state, self._state_set = before  # so that it can be retried with the same randomness
-            raise
+        self._follow()
+        if several:
+            self.agreement.before(batches, self.optimizer, position.counted)
+        return arguments.check_lanes(batches, position.lanes) if self.keep_state else position.lanes
 
-    def _prepared(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
-        """This worker's part of each batch and the batch's key, with a carry for its lanes."""
-        keys = [random.key(self.spec.seed, batch.epoch, self._step_number(batch)) for batch in batches]
-        given = self._state_set and (self.lanes is None or len(self.lanes) == len(batches[0].all_lanes))
-        if self.keep_state:
-            self.lanes = arguments.check_lanes(batches, self.lanes)
-        self.compute.count_changes(batches)
+    def _keys(self, batches: Sequence[Batch], counted: int) -> tuple[list[Tensor], int]:
+        """The random key of every batch, of its step number, or of a running count if it has none; and the count after them."""
+        keys: list[Tensor] = []
+        for batch in batches:
+            keys.append(random.key(self.spec.seed, batch.epoch, batch.step if batch.step >= 0 else counted))
+            counted += batch.step < 0
+        return keys, counted
+
+    def _local(self, batches: Sequence[Batch], keys: Sequence[Tensor]) -> list[Batch]:
+        """This worker's lanes of the batches, after a trial of a user's modules with them."""
+        if self.spec.beta:
+            self.compute.count_changes(batches)
         local_batches = [self.local_part(batch) for batch in batches]
         self._trial.before(batches if self.within is self.mesh else local_batches, keys, training=True)
-        self._padding.before(local_batches)
-        lanes = local_batches[0].lanes.shape[0]
-        if given and self.state is not None and not local_batches[0].idle:  # a worker without lanes has a state of none
-            arguments.check_state(self.state, self.stage, lanes)
-        if self.keep_state and (self.state is None or lanes_of(self.state, lanes) != lanes):
-            self.state = self.stage.start(lanes, self.device).detach()
-            # There is nothing to continue: the initial carry, if it is learned, learns from these lanes too.
-            local_batches[0] = replace(local_batches[0], fresh=torch.ones_like(local_batches[0].fresh))
-        return local_batches, keys
+        if self._padding.whole is not None:
+            self._padding.before(local_batches)
+        return local_batches
 
-    def _run(self, local_batches: Sequence[Batch], keys: Sequence[Tensor], *, applies: bool) -> StepResult:
-        state = flatten(self.state) if self.keep_state and self.state is not None else None
-        try:
-            with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off():
-                clock = self.compute.clock
-                uncaptured = (clock is not None and not clock.recordable) or self.hooks.any_registered(self.optimizer)
-                take = self.engine.step if applies else self.engine.backward
-                result, left = take(local_batches, keys, state, self.votes, None if uncaptured else self.capture)
-        except BaseException as error:
-            self.broke_off(error)
-            raise
-        self._audited = True
-        if left is not None:
-            self.state = State(self.stage.carries(left)) if left else None  # of no layers, or of no lanes
-        self._state_set = False
-        return result
+    def _carry(self, batches: list[Batch], position: Position) -> tuple[FlatCarry, list[Batch]]:
+        """The carry with which these lanes begin; the first batch starts anew if there is nothing to go on from."""
+        if not self.keep_state:
+            return None, batches
+        first, carry, lanes = batches[0], position.carry, batches[0].lanes.shape[0]
+        as_many = position.lanes is None or len(position.lanes) == (first.part_of or (0, lanes))[1]
+        if self._state_set and as_many and carry is not None and not first.idle:  # a worker without lanes has a state of none
+            arguments.check_state(carry, self.stage, lanes)
+        if carry is None or lanes_of(carry, lanes) != lanes:
+            carry = self.stage.start(lanes, self.device).detach()
+            # There is nothing to continue: the initial carry, if it is learned, learns from these lanes too.
+            batches = [replace(first, fresh=torch.ones_like(first.fresh)), *batches[1:]]
+        return flatten(carry), batches
+
+    def _broke_off(self, error: BaseException) -> None:
+        if self.mesh.world.size > 1 and getattr(error, "reported_by", None) is None:
+            lost_contact.announce_failure(error)
+            self.engine.gradients.abandon()
+            self.mesh.hang_up()
+
+    @property
+    def state(self) -> State | None:
+        """The carry of this worker's lanes and layers, with which the next step goes on; None if there is none."""
+        return self.position.carry
+
+    @state.setter
+    def state(self, state: State | None) -> None:
+        self.position, self._state_set = replace(self.position, carry=state), True
 
     @lost_contact.kept
     def backward(self, *batches: Batch, weight: float = 1.0, again: bool = False) -> Tensor:
@@ -239,26 +265,38 @@ class Trainer:
 
         The first backward after an update starts from zero. `again`: as the last one, from the same carry and with the same dropout.
         """
-        result = self.user_gradients.backward(self, batches, weight, again=again)
+        start = self.user_gradients.start(self.position, again=again)
+        if self.sync is not None:
+            raise UserError(f"train.sync={self.spec.sync} exchanges weights after whole steps; use trainer.step, or train.sync=step")
+        with self.user_gradients.adding(recorded=self.capture is not None) as kept:
+            result = self._take(batches, start, applies=False)
+        self.user_gradients.add([p for _, p in self.named], kept, weight, result, start)
         return result.mean(self.spec.precision)
 
     @lost_contact.kept
     def apply(self) -> Tensor:
         """Clip what is in `.grad`, update the weights, and return the norm before clipping. Non-finite numbers are treated as in `step`."""
         self.check_unbroken()
-        result = self.user_gradients.apply(self)
+        self.user_gradients.check_trained()
+        with raise_on_all(self.mesh.world):
+            unapplied, grads = self.user_gradients.taken()
+        self._follow()
+        for parameter in self.held.parameters.values():
+            parameter.grad = grads[id(parameter)] if parameter.requires_grad else None
+        with span("update"), self.hooks.put_off():
+            result = self.engine.update.apply(unapplied.sound, unapplied.codes)
         if self.spec.on_nan == "stop":
             self._look(result)
         return result.norm
 
     def zero_grad(self) -> None:
         """Drop the gradients of `backward`; its carry stays as it is."""
-        self.user_gradients.drop(self)
+        self.user_gradients.drop()
 
     def exchange(self) -> None:
         """With `train.sync` local or diloco, have all replicas exchange their weights now. Collective: every rank must call it."""
         if self.exchanges is not None:
-            self.exchanges.everything(self)
+            self.exchanges.everything(self.news)
 
     @lost_contact.kept
     def gradient_norm(self) -> Tensor:
@@ -274,15 +312,10 @@ class Trainer:
         """
         self.check_unbroken()
         self.agreement.settle()
+        precision, keeps = self.spec.precision, self.keep_state
+        evaluation = MeanLoss(self.model, self.stage, self.mesh, precision, keeps, self.agreement, self.evaluation_trial)
         with self.evaluation_weights():
-            return mean_loss(self, batches, observe)
-
-    def broke_off(self, error: BaseException) -> None:
-        """Note that a step or an evaluation ended halfway on this worker: others are not left waiting for it, and learn why."""
-        if self.mesh.world.size > 1 and getattr(error, "reported_by", None) is None:
-            lost_contact.announce_failure(error)
-            self.engine.gradients.abandon()
-            self.mesh.hang_up()
+            return evaluation(batches, observe, self._broke_off)
 
     def check_unbroken(self) -> None:
         """Reject what would put parts of different steps together. Collective: every rank must call it."""
@@ -296,15 +329,24 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """On rank 0, all that is needed to resume under any plan: weights, optimizer, carry, position. Empty elsewhere. Collective."""
         self.user_gradients.check_applied()
-        if self.sync is None:
-            self.follow()  # what has been unfrozen since the last step has a state too, its first
-        return trainer_state.state_dict(self)
+        check_unsaved(self.spec.sync)
+        self._follow()  # what has been unfrozen since the last step has a state too, its first
+        self.check_unbroken()
+        self.agreement.settle()
+        return trainer_state.state_dict(self._stateful, self.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state. Collective: every rank must call it; the state given on rank 0 is loaded on all."""
         self.user_gradients.check_trained()
-        trainer_state.load_state_dict(self, state)
-        self.user_gradients = UserGradients()
+        check_unsaved(self.spec.sync)
+        self.position, self._state_set = trainer_state.load_state_dict(self._stateful, state), True
+        self.user_gradients = UserGradients(self.user_gradients.held)
+        if self.capture is not None:
+            self.capture.forget()
+
+    @property
+    def _stateful(self) -> Stateful:
+        return Stateful(self.model, self.held, self.mesh, self.optimizer, self.user_optimizer, self.scaler, self.keep_state)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -320,24 +362,22 @@ class Trainer:
         """The record of non-finite steps."""
         return self.engine.update.nonfinite
 
-    def new_engine(self) -> Engine:
+    @property
+    def news(self) -> News:
+        """What this worker brings to the next meeting of replicas that train on their own."""
+        return News(self.model, self.votes, self.nonfinite, self.scaler, self.guards_weights)
+
+    def _new_engine(self) -> Engine:
         """An engine for the parameters that are trained now. Collective: every rank must call it."""
+        checks = self.agreement, self.hooks
         return engine_of(
-            self.model,
-            self.held,
-            self.named,
-            self.compute,
-            self.optimizer,
-            self.scaler,
-            agreement=self.agreement,
-            hooks=self.hooks,
-            guards_weights=self.guards_weights,
+            self.model, self.held, self.named, self.compute, self.optimizer, self.scaler, checks, guards_weights=self.guards_weights
         )
 
-    def follow(self) -> bool:
-        """If other parameters are trained than before, switch to these, without gradients; returns whether. Collective."""
+    def _follow(self) -> None:
+        """If other parameters are trained than before, switch to these, without gradients. Collective if there are."""
         if not self._followed.changed():
-            return False
+            return
         if self.sync is not None:
             raise UserError(f"with train.sync={self.spec.sync} the trained parameters are fixed; set requires_grad before the Trainer")
         for parameter in self.held.parameters.values():
@@ -346,32 +386,27 @@ class Trainer:
         self.named = trained(self.held)
         if not self.user_optimizer:
             optimizers.enlarge(self.optimizer, self.named)
-        self.engine = self.new_engine()
+        self.engine = self._new_engine()
         self.nonfinite.kept.copy_(kept)
         self._audited = False
-        self.restart_recordings()
-        return True
-
-    def restart_recordings(self) -> None:
-        """Discard captured graphs, because tensors that they read have been replaced."""
         if self.capture is not None:
             self.capture.forget()
 
     def _look(self, result: StepResult) -> None:
         """Raise if a step had non-finite numbers: this step, or with a GPU the previous one."""
         before, self._sound = self._sound, None
-        self._sound = look(self, result, before)
+        self._sound, finite = look(result, before, at_once=self.agreement.at_once)
+        if not finite:
+            carry = self.position.carry
+            if carry is not None and carry.carries:
+                start = self.stage.start(carry.carries[0][0].shape[1], self.device).detach().carries
+                carry = State(self.stage.carries(reset_nonfinite_lanes(carry.carries, start)))
+            self.state = carry  # on workers that have no lanes too
+            raise diverged(self.model, self.nonfinite, guards_weights=self.guards_weights)
 
     def local_part(self, batch: Batch) -> Batch:
         """This worker's lanes of a batch, reduced to what its stage reads, on its device."""
         return local_part(self.mesh, self.stage, batch, scores=self.stage.scores, pooled=self.model.pooled)
-
-    def _step_number(self, batch: Batch) -> int:
-        """The batch's step number, or a running count if it has none: every batch needs its own dropout masks."""
-        if batch.step >= 0:
-            return batch.step
-        self.uncounted += 1
-        return self.uncounted - 1
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate for the next step."""
@@ -382,11 +417,21 @@ class Trainer:
         train on their own agree on, otherwise the parameters themselves. `of`: those of this copy of the model, such as torch's
         `AveragedModel(trainer.model)`. Collective: every rank must enter it.
         """
-        return evaluation_weights(self, of)
+        # torch's ASGD has averages in its state that are the user's business.
+        averaged = not self.user_optimizer and bool(weight_average.averaged(self.optimizer))
+        if of is not None:
+            weights = taken_from(of, self.parameters(), self.mesh.world, has_average=averaged or self.sync is not None)
+        elif self.sync is not None:
+            weights = self.sync.swapped()
+        elif averaged:
+            weights = weight_average.swapped(self.optimizer)
+        else:
+            return nullcontext()
+        return self.user_gradients.lending(weights)
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter and saved buffer that this worker holds, by name."""
-        return {name: tensor for name, tensor in tensors_of(self.model).items() if not tensor.is_meta}
+        return self._stateful.tensors()
 
     def gathered(self, *, each_once: bool = False) -> dict[str, Tensor]:
         """On rank 0, the weights of the whole model, as `load_state_dict` takes them; empty on other ranks. All ranks must call it.
@@ -394,5 +439,5 @@ class Trainer:
         `each_once`: list a tied weight under its first name only, as in files.
         """
         self.check_unbroken()
-        weights = trainer_state.whole_weights(self)
+        weights = trainer_state.whole_weights(self._stateful)
         return weights if each_once else trainer_state.under_all_names(self.model, weights)

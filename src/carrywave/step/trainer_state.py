@@ -6,46 +6,62 @@ Everything is keyed by parameter name, layer and global lane, never by rank, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from carrywave.errors import RunError
+from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel.gather import broadcast, collect
+from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.nested import pack, plain, unpack
 from carrywave.parallel.world import all_gather_text, raise_on_all
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import optimizer_state
-from carrywave.step.sync.user_loop import check_unsaved
-from carrywave.step.trainer_view import TrainerView
-from carrywave.step.worker_setup import check_saved_whole, tensors_of
+from carrywave.step.optim.loss_scaler import Scaler
+from carrywave.step.position import Position
+from carrywave.step.worker_setup import HeldStage, check_saved_whole, tensors_of
 
 FORMAT = 2
-_GROUPS = ("weights", "optimizer", "carry", "scaler")
+PARTS = ("weights", "optimizer", "groups", "own_optimizer", "kind", "carry", "scaler", "position")  # of a state, besides its format
+_MAPPINGS = ("weights", "optimizer", "carry", "scaler", "position")
 
 
-def whole_weights(trainer: TrainerView) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Stateful:
+    """What of a worker has a state."""
+
+    model: Model | OpaqueModel
+    held: HeldStage
+    mesh: Mesh
+    optimizer: torch.optim.Optimizer
+    user_optimizer: bool
+    scaler: Scaler | None
+    keep_state: bool
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and saved buffer that this worker holds, by name."""
+        return {name: tensor for name, tensor in tensors_of(self.model).items() if not tensor.is_meta}
+
+
+def whole_weights(worker: Stateful) -> dict[str, Tensor]:
     """On rank 0, the weights of the whole model, each once; empty on other ranks. Collective: every rank must call it."""
-    weights = _each_once(collect(trainer.mesh.world, _local_part(trainer, trainer.parameters())))
-    return {name: weights[name] for name in tensors_of(trainer.model) if name in weights}
+    weights = _of_all_stages(worker.mesh, worker.tensors())
+    return {name: weights[name] for name in tensors_of(worker.model) if name in weights}
 
 
-def _local_part(trainer: TrainerView, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this worker adds to the state of the whole model: all that it holds, if it is in the first replica."""
-    return dict(tensors) if trainer.mesh.replica == 0 else {}
-
-
-def _each_once(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all workers; the first who has one gives it."""
-    tensors: dict[str, Tensor] = {}
-    for part in parts:
-        tensors |= {key: tensor for key, tensor in part.items() if key not in tensors}
-    return tensors
+def _of_all_stages(mesh: Mesh, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On rank 0, what the stages of the first replica have; the first who has a tensor gives it."""
+    found: dict[str, Tensor] = {}
+    for part in collect(mesh.world, dict(tensors) if mesh.replica == 0 else {}):
+        found |= {key: tensor for key, tensor in part.items() if key not in found}
+    return found
 
 
 def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -59,79 +75,68 @@ def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
     return {name: copies[of] for name, of in names.items() if of in copies}
 
 
-def state_dict(trainer: TrainerView) -> dict[str, Any]:
+def state_dict(worker: Stateful, position: Position) -> dict[str, Any]:
     """On rank 0, the state in host memory; empty on other ranks. Collective: every rank must call it."""
-    check_unsaved(trainer.spec.sync)
-    check_saved_whole(trainer.model)
-    trainer.check_unbroken()
-    trainer.agreement.settle()
-    world = trainer.mesh.world
-    weights = whole_weights(trainer)
-    user_state = _user_optimizer(trainer) if trainer.user_optimizer else None
-    state: dict[str, Tensor] = {}
-    if not trainer.user_optimizer:
-        state = _local_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
-    low, high = trainer.mesh.share().bounds(len(trainer.lanes or ()))
+    check_saved_whole(worker.model)
+    mesh, optimizer, lanes = worker.mesh, worker.optimizer, position.lanes
+    weights = whole_weights(worker)
+    user_state = _user_optimizer(worker) if worker.user_optimizer else None
+    own = {} if worker.user_optimizer else optimizers.state_tensors(optimizer, worker.held.parameters.items())
+    states = _of_all_stages(mesh, own)
+    low, high = mesh.share().bounds(len(lanes or ()))
     # With fewer lanes than replicas, some have only a placeholder.
-    local_carry = carry_tensors(trainer.state, trainer.stage) if trainer.keep_state and low < high else {}
-    states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in local_carry.items()})
-    if world.rank:
+    local_carry = carry_tensors(position.carry, worker.held.stage) if worker.keep_state and low < high else {}
+    carries = collect(mesh.world, {f"{name}/{low}": tensor for name, tensor in local_carry.items()})
+    if mesh.world.rank:
         return {}
     return {
         "format": FORMAT,
         "weights": _on_host(weights),
-        "optimizer": _on_host(_each_once(states)),
-        "groups": [_settings(group) for group in trainer.optimizer.param_groups] if user_state is None else [],
+        "optimizer": _on_host(states),
+        "groups": [_settings(group) for group in optimizer.param_groups] if user_state is None else [],
         "own_optimizer": user_state,
-        "kind": type(trainer.optimizer).__name__,
+        "kind": type(optimizer).__name__,
         "carry": _on_host(_joined(carries)),
-        "scaler": {} if trainer.scaler is None else _on_host(trainer.scaler.tensors()),
-        "position": {"batches": trainer.uncounted, "lanes": None if trainer.lanes is None else list(trainer.lanes)},
+        "scaler": {} if worker.scaler is None else _on_host(worker.scaler.tensors()),
+        "position": {"batches": position.counted, "lanes": None if lanes is None else list(lanes)},
     }
 
 
-def load_state_dict(trainer: TrainerView, given: Mapping[str, Any]) -> None:
-    """Resume from what `state_dict` returned. Collective: every rank must call it; rank 0's argument is used, the others' is ignored."""
-    check_unsaved(trainer.spec.sync)
-    world = trainer.mesh.world
+def load_state_dict(worker: Stateful, given: Mapping[str, Any]) -> Position:
+    """Resume from what `state_dict` returned; returns where to go on. Collective: every rank must call it; rank 0's argument is used, the
+    others' is ignored.
+    """
+    world, optimizer, scaler = worker.mesh.world, worker.optimizer, worker.scaler
     text, tensors = "", dict[str, Tensor]()
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
-            _check(given, trainer.optimizer, user_optimizer=trainer.user_optimizer)
+            _check(given, optimizer, user_optimizer=worker.user_optimizer)
             text, tensors = pack(given)
     text = all_gather_text(world, text)[0]
     state = unpack(text, broadcast(world, tensors))
     with raise_on_all(world):
         # Anything that can be refused comes before the weights change.
-        _check_weights(trainer, state["weights"])
-        carry = _local_carry(trainer, state["carry"])
-        if not trainer.user_optimizer and len(state["groups"]) != len(trainer.optimizer.param_groups):
+        _check_weights(worker, state["weights"])
+        carry = _local_carry(worker, state["carry"])
+        if not worker.user_optimizer and len(state["groups"]) != len(optimizer.param_groups):
             many = len(state["groups"])
             raise RunError(
                 f"the state has {many} parameter groups, but the spec's optimizer has one; pass the state of a trainer with one group"
             )
-        if trainer.scaler is not None:
-            trainer.scaler.check(state["scaler"])
+        if scaler is not None:
+            scaler.check(state["scaler"])
     with raise_on_all(world):
-        if trainer.user_optimizer:
-            optimizer_state.load(trainer.optimizer, trainer.held.parameters, state["own_optimizer"])
+        if worker.user_optimizer:
+            optimizer_state.load(optimizer, worker.held.parameters, state["own_optimizer"])
         else:
-            _take_optimizer(trainer, state["optimizer"], state["groups"])
-    with raise_on_all(world):
-        if trainer.scaler is not None:
-            trainer.scaler.load(state["scaler"])
-        with torch.no_grad():
-            for name, tensor in trainer.parameters().items():
-                tensor.copy_(state["weights"][name])
-        trainer.lanes = _lanes(state["position"]["lanes"])
-        trainer.uncounted = int(state["position"]["batches"])
-        trainer.state = carry
-    trainer.restart_recordings()
-
-
-def _lanes(saved: int | list[int] | None) -> tuple[int, ...] | None:
-    """The lanes of a saved state; earlier versions saved only how many they were."""
-    return None if saved is None else tuple(range(saved)) if isinstance(saved, int) else tuple(saved)
+            _take_optimizer(worker, state["optimizer"], state["groups"])
+    if scaler is not None:
+        scaler.load(state["scaler"])
+    with torch.no_grad():
+        for name, tensor in worker.tensors().items():
+            tensor.copy_(state["weights"][name])
+    lanes = state["position"]["lanes"]
+    return Position(carry, None if lanes is None else tuple(lanes), int(state["position"]["batches"]))
 
 
 def carry_tensors(state: State | None, stage: Stage | OpaqueModel) -> dict[str, Tensor]:
@@ -158,35 +163,39 @@ def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _check(given: Mapping[str, Any], optimizer: torch.optim.Optimizer, *, user_optimizer: bool) -> None:
-    if not isinstance(given, Mapping) or given.get("format") != FORMAT or any(not isinstance(given.get(part), Mapping) for part in _GROUPS):
+    if not isinstance(given, Mapping) or given.get("format") != FORMAT:
         raise RunError("not a trainer state; pass what trainer.state_dict() returned on rank 0")
+    lacks = [part for part in PARTS if part not in given or (part in _MAPPINGS and not isinstance(given[part], Mapping))]
+    lacks += [f"position {name}" for name in ("batches", "lanes") if not lacks and name not in given["position"]]
+    if lacks:
+        raise RunError(f"the trainer state is incomplete: it has no {lacks[0]}; pass what trainer.state_dict() returned on rank 0")
     if (given["own_optimizer"] is not None) != user_optimizer:
         kinds = ("your own optimizer", "the spec's optimizer")
         state_kind, trainer_kind = kinds if given["own_optimizer"] is not None else kinds[::-1]
         raise RunError(f"the state is from a trainer with {state_kind}, but this one has {trainer_kind}; use the same in both")
-    # With Adam's settings, AdamW would be Adam. Earlier versions did not save the class.
-    if (kind := given.get("kind", type(optimizer).__name__)) != type(optimizer).__name__:
+    # With Adam's settings, AdamW would be Adam.
+    if (kind := given["kind"]) != type(optimizer).__name__:
         raise RunError(
             f"the state is from a trainer whose optimizer is {kind}, but this one has {type(optimizer).__name__}; use the same in both, or "
             'create the trainer from a model with state["weights"] alone'
         )
 
 
-def _user_optimizer(trainer: TrainerView) -> optimizer_state.Saved | None:
+def _user_optimizer(worker: Stateful) -> optimizer_state.Saved | None:
     """The state of the user's optimizer; None except on rank 0."""
-    world, has_part = trainer.mesh.world, trainer.mesh.replica == 0
+    world, has_part = worker.mesh.world, worker.mesh.replica == 0
     with raise_on_all(world):
-        text, tensors = pack(optimizer_state.saved(trainer.optimizer, trainer.held.parameters) if has_part else None)
+        text, tensors = pack(optimizer_state.saved(worker.optimizer, worker.held.parameters) if has_part else None)
     texts, collected = all_gather_text(world, text), collect(world, tensors)
     if world.rank:
         return None
     parts = [part for part in map(unpack, texts, collected) if part is not None]
-    return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()])
+    return optimizer_state.joined(parts, [name for name, _ in worker.model.named_parameters()])
 
 
-def _check_weights(trainer: TrainerView, given: Mapping[str, Tensor]) -> None:
-    parameters = trainer.parameters()
-    whole = tensors_of(trainer.model).keys()
+def _check_weights(worker: Stateful, given: Mapping[str, Tensor]) -> None:
+    parameters = worker.tensors()
+    whole = tensors_of(worker.model).keys()
     for name, tensor in parameters.items():
         saved = given.get(name)
         if saved is None or saved.shape != tensor.shape or saved.dtype != tensor.dtype:
@@ -198,10 +207,10 @@ def _check_weights(trainer: TrainerView, given: Mapping[str, Tensor]) -> None:
         raise RunError(f"the state has {extra[0]}, which the model does not have; pass a state of this model")
 
 
-def _take_optimizer(trainer: TrainerView, given: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+def _take_optimizer(worker: Stateful, given: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
     """Load the state of an optimizer that we built."""
-    held, optimizer = trainer.held.parameters, trainer.optimizer
-    elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
+    held, optimizer = worker.held.parameters, worker.optimizer
+    elsewhere = {name for name, _ in worker.model.named_parameters()} - held.keys()
     mine = {key: tensor for key, tensor in given.items() if key.partition("/")[2] not in elsewhere}
     # What was trained once and is frozen now keeps its state, for when it is trained again.
     stated = {key.partition("/")[2] for key in mine}
@@ -215,20 +224,20 @@ def _take_optimizer(trainer: TrainerView, given: Mapping[str, Tensor], groups: S
                 group[name] = value
 
 
-def _local_carry(trainer: TrainerView, carry: Mapping[str, Tensor]) -> State | None:
+def _local_carry(worker: Stateful, carry: Mapping[str, Tensor]) -> State | None:
     """The carry of this worker's lanes and layers."""
-    if not carry or not trainer.keep_state:
+    if not carry or not worker.keep_state:
         return None
     first = next(iter(carry.values()))
-    low, high = trainer.mesh.share().bounds(first.shape[1])
-    wanted = carry_tensors(trainer.stage.start(high - low, trainer.device), trainer.stage)
+    low, high = worker.mesh.share().bounds(first.shape[1])
+    wanted = carry_tensors(worker.held.stage.start(high - low, worker.mesh.device), worker.held.stage)
     local: dict[str, Tensor] = {}
     for name, tensor in wanted.items():
         saved = carry.get(name)
         if saved is None or saved[:, low:high].shape != tensor.shape:
             raise RunError(f"the carry of {name} in the state does not match the model; pass a state of this model")
         local[name] = saved[:, low:high].to(tensor.dtype)
-    return carry_state(local, trainer.device, trainer.stage)
+    return carry_state(local, worker.mesh.device, worker.held.stage)
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

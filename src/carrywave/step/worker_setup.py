@@ -24,18 +24,18 @@ from carrywave.plan.plan import Plan, check_head, resolve
 from carrywave.spec.load import parse
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.train_spec import TrainSpec
-from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.made_alike import check_dense, check_made_alike, check_tied
 from carrywave.step.checks.reached import ReachedParameters
 from carrywave.step.engine import Engine
-from carrywave.step.gradients import Gradients
+from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.norms import by_dtype
 from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.passes.compute import Compute
 from carrywave.step.precision import parameter_dtype
+from carrywave.step.stats import SharedNumbers
 from carrywave.step.update import Update
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -148,24 +148,34 @@ def engine_of(
     compute: Compute,
     optimizer: torch.optim.Optimizer,
     scaler: Scaler | None,
+    checks: tuple[Agreement, Hooks],
     *,
-    agreement: Agreement,
-    hooks: Hooks,
     guards_weights: bool,
 ) -> Engine:
     """The engine that trains these parameters. Collective: every rank must call it."""
-    mesh, spec = compute.mesh, compute.spec
+    mesh, spec, (agreement, hooks) = compute.mesh, compute.spec, checks
     tied = tied_of(model, mesh)
     elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
     nonfinite = NonfiniteRecord(model, held.stage, named, mesh.world)
-    gradients = _all_reduce(mesh, named, held, tied, nonfinite.watched)
-    # If all workers are replicas, and each adds up all gradients, it knows their norm without asking the others.
-    replicas_alone = mesh.plan.stages == 1 and not mesh.in_device_memory
-    has_whole_gradient = replicas_alone and mesh.world.size > 1 and bool(named) and all(gradients.reduces(p) for _, p in named)
-    # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
-    first = mesh.replica == 0 or has_whole_gradient
-    counted = [p for name, p in named if first and name not in elsewhere]
     names = [name for name, _ in model.named_parameters()]
+    shared = SharedNumbers(mesh, len(names), agreement.columns) if mesh.world.size > 1 else None
+    # If all workers are replicas, what they tell each other travels with the gradients.
+    travels = shared is not None and mesh.plan.stages == 1
+    numbers = shared.slots.size if shared is not None and travels else 0
+    gradients = Gradients(
+        [p for _, p in named],
+        list(held.parameters.values()),
+        _sums(mesh, named, tied, alone=travels),
+        device=mesh.device,
+        numbers=numbers,
+        watched=nonfinite.watched,
+    )
+    if shared is not None and gradients.numbers is not None:
+        shared.place(gradients.numbers)
+        shared.travels = True
+    # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
+    first = mesh.replica == 0 or travels
+    counted = [p for name, p in named if first and name not in elsewhere]
     update = Update(
         mesh,
         named,
@@ -173,7 +183,6 @@ def engine_of(
         optimizer,
         scaler,
         gradients=gradients,
-        pass_slots=compute.slots,
         nonfinite=nonfinite,
         agreement=agreement,
         reach=ReachedParameters(names, held.parameters, gradients, mesh.device, several=mesh.world.size > 1),
@@ -181,29 +190,30 @@ def engine_of(
         clip=spec.clip,
         guards_weights=guards_weights,
         ema=spec.ema,
-        has_whole_gradient=has_whole_gradient,
+        shared=shared,
     )
-    return Engine(compute, gradients, update, resets=spec.on_nan == "skip")
+    return Engine(mesh, compute, gradients, update, resets=spec.on_nan == "skip")
 
 
-def _all_reduce(mesh: Mesh, named: Named, held: HeldStage, tied: Sequence[Shared], watched: Sequence[nn.Parameter]) -> Gradients:
+def _sums(mesh: Mesh, named: Named, tied: Sequence[Shared], *, alone: bool) -> list[Summed]:
+    """Which gradients are summed over which workers. `alone`: there are only replicas, which have something to tell each other even if
+    nothing is trained. Collective: every rank must call it.
+    """
     names = {each.name for each in tied}
-    wanted: list[Reduced] = []
+    wanted: list[Summed] = []
     group = mesh.replicas_of([mesh.stage])
     if group is not None:
         # Over ordered links nothing else may run while messages are in flight, so all-reduces wait for the last message. A sum on the
         # stream itself would hold up the rest of backward.
         during_backward = group.overlaps and (mesh.links is None or not mesh.links.in_order)
-        wanted.append(Reduced(group, [p for name, p in named if name not in names], during_backward=during_backward))
+        wanted.append(Summed(group, [p for name, p in named if name not in names], during_backward=during_backward))
     by_name = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):
         group = mesh.replicas_of(stages)  # collective: also created by workers outside it
         if mesh.stage in stages and group is not None:
             # Not early, to avoid a deadlock: the other stages reach it only after messages that this one has yet to send.
-            wanted.append(Reduced(group, [by_name[each.name] for each in tied if each.stages == stages], during_backward=False))
-    wanted = [each for each in wanted if each.parameters]
-    parameters, everything = [p for _, p in named], list(held.parameters.values())
-    return AllReduce(parameters, everything, wanted, watched=watched) if wanted else Gradients(parameters, everything)
+            wanted.append(Summed(group, [by_name[each.name] for each in tied if each.stages == stages], during_backward=False))
+    return [each for each in wanted if each.parameters or alone]
 
 
 def _check_whole(model: nn.Module, world: World) -> None:

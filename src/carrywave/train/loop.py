@@ -67,7 +67,9 @@ class Loop:
         self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share, augmentation=Augmentation.of(spec))
         self.state, self.checkpointer = LoopState.start(trainer.device), checkpointer
         self.callbacks = callbacks or Callbacks((), trainer.mesh.world)
-        self.meetings = None if trainer.sync is None else Meetings(trainer)  # of replicas that do not exchange at every step
+        self.meetings = (
+            None if trainer.sync is None else Meetings(trainer.mesh, trainer.sync)
+        )  # of replicas that do not exchange at every step
         self.clock = RunClock()
         self.stop: Stop | None = None  # what evaluations check; None: they are never left early
         # Windows of varying length make the number of windows vary by epoch; otherwise one epoch stands for all.
@@ -240,7 +242,7 @@ class Loop:
         due = sync.due(at.step, last=last)
         if not due:
             return None
-        met = meetings.meet()
+        met = meetings.meet(self.trainer.news)
         at.met_before, at.met = at.met, at.step
         at.sums = at.sums + met.sums
         self._handle_nonfinite(met.seen, scale_gone=met.scale_gone)  # before anything non-finite reaches another replica

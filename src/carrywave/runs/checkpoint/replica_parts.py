@@ -19,7 +19,7 @@ from carrywave.runs.checkpoint.snapshot import Groups, Stored, Tensors, under
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.sync.averaging import Averaging
 from carrywave.step.sync.pushing import Pushing
-from carrywave.step.sync.share_server import NAME
+from carrywave.step.sync.shares import NAME
 from carrywave.step.trainer import Trainer
 
 OPTIMIZER, SCALER, ALONE, SYNC = "optimizer/", "scaler/", "alone/", "sync/"

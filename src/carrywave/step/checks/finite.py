@@ -6,46 +6,36 @@ has none, and then not finite, however low the learning rate is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from carrywave.errors import Diverged
+from carrywave.errors import Diverged, UserError
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
-from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.step.checks.arguments import uncounted
-from carrywave.step.nonfinite import LOSS, reset_nonfinite_lanes
+from carrywave.step.nonfinite import LOSS, NonfiniteRecord
 from carrywave.step.update import StepResult
 
-if TYPE_CHECKING:
-    from carrywave.step.trainer import Trainer
 
-
-def look(trainer: Trainer, result: StepResult, before: Later | None) -> Later | None:
-    """Look at a step, or with a GPU at the one `before`, which is known without waiting; returns what to look at after the next step. All
-    workers look at the same step.
+def look(result: StepResult, before: Later | None, *, at_once: bool) -> tuple[Later | None, bool]:
+    """Look at a step, or unless `at_once` at the one `before`, which is known without waiting; returns what to look at after the next step,
+    and whether all was finite. All workers look at the same step.
     """
     now: Later | None = None
-    if trainer.agreement.at_once:
+    if at_once:
         finite, counted = result.sound.tolist()
     else:
         now = Later(result.sound)
         finite, counted = (True, True) if before is None else before.read()
     if not counted:
         raise on_every_rank(uncounted())
-    if finite:
-        return now
-    seen = trainer.nonfinite.look()
-    cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights)
-    advice = remedy(trainer.model, cause, "lower the learning rate, or set train.clip")
-    state, stage = trainer.state, trainer.stage
-    if state is not None and state.carries:
-        left = state.carries
-        start = stage.start(left[0][0].shape[1], trainer.device).detach().carries
-        state = State(stage.carries(reset_nonfinite_lanes(left, start)))
-    trainer.state = state  # on workers that have no lanes too
-    raise on_every_rank(
+    return now, finite
+
+
+def diverged(model: Model | OpaqueModel, record: NonfiniteRecord, *, guards_weights: bool) -> UserError:
+    """The error for a step that was not finite. Collective: every rank must call it."""
+    cause = record.cause(record.look(), weights=guards_weights)
+    advice = remedy(model, cause, "lower the learning rate, or set train.clip")
+    return on_every_rank(
         Diverged(
             f"{cause} is no longer finite; {advice}; the weights are as they were before that step "
             "(to continue without it, set train.on_nan=skip)"

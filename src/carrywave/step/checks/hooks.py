@@ -44,12 +44,11 @@ class Hooks:
                 "train.clip for a norm over all, register_post_accumulate_grad_hook for a single one, or, if it treats each element by "
                 f"itself, set hook.{SPLITTABLE} = True"
             )
-        found = bool(self._put_off or of_steps)
+        found = bool(of_steps or self._with_users())
         for name, parameter in self.held.items():
             if parameter._backward_hooks:
                 self._refuse(f"the hook on the gradient of {name} (register_hook)")
                 found = True
-            found = found or bool(_users(parameter))
         for module in self.modules:
             if module._backward_hooks or module._backward_pre_hooks:
                 self._refuse(f"the backward hook on a {type(module).__name__}")
@@ -66,23 +65,26 @@ class Hooks:
     @contextmanager
     def put_off(self) -> Iterator[None]:
         """Inside this context torch does not call the user's post-accumulate hooks; `call` does."""
-        self._put_off = []
         taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        for parameter in self.held.values():
-            users = _users(parameter)
-            if users:
-                hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
-                taken.append((hooks, dict(hooks)))
-                for key in users:
-                    del hooks[key]
-                self._put_off.append((parameter, list(users.values())))
+        for parameter in self._with_users():
+            users, hooks = _users(parameter), parameter._post_accumulate_grad_hooks
+            taken.append((hooks, dict(hooks)))
+            for key in users:
+                del hooks[key]
+            self._put_off.append((parameter, list(users.values())))
         try:
             yield
         finally:
+            self._put_off = []
             for hooks, before in taken:
                 added = {key: hook for key, hook in hooks.items() if key not in before}
                 hooks.clear()
                 hooks.update(before | added)
+
+    def _with_users(self) -> list[nn.Parameter]:
+        """The parameters that have hooks of the user's, of which there are hardly ever any."""
+        hooked = [p for p in self.held.values() if getattr(p, "_post_accumulate_grad_hooks", None)]
+        return [p for p in hooked if _users(p)]
 
     def call(self) -> None:
         """Call the deferred hooks, now that every gradient is final."""

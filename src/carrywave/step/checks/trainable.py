@@ -58,7 +58,8 @@ class TrainableParameters:
 
     def changed(self) -> bool:
         """True if other parameters are trained than at the last step. The change must be the same on all workers."""
-        self._check_hooks()
+        if self.parts:
+            self._check_hooks()
         for name, part in self.parts.items():
             if getattr(self.model, name) is not part:
                 raise UserError(f"model.{name} was replaced after the trainer was created; create a new Trainer afterwards")
@@ -68,8 +69,8 @@ class TrainableParameters:
                     f"the parameter {self.names[id(parameter)]} was replaced or removed after the trainer was created; change it in place, "
                     "or create a new Trainer afterwards"
                 )
-            if _form(parameter) != form:
-                was, now = (" ".join(map(str, each)) for each in (form, _form(parameter)))
+            if (parameter.dtype, parameter.shape, parameter.device) != form[3:]:
+                was, now = (" ".join(map(str, each[:3])) for each in (form, _form(parameter)))
                 raise UserError(
                     f"the parameter {self.names[id(parameter)]} was {was} when the trainer was created, and is {now} now; convert and move "
                     "the model first, and then create a new Trainer"
@@ -108,4 +109,5 @@ class TrainableParameters:
 
 def _form(parameter: nn.Parameter) -> tuple[object, ...]:
     """What `model.float()` or `model.to(...)` would change without replacing the parameter."""
-    return str(parameter.dtype).removeprefix("torch."), list(parameter.shape), "on", parameter.device
+    words = str(parameter.dtype).removeprefix("torch."), list(parameter.shape), f"on {parameter.device}"
+    return *words, parameter.dtype, parameter.shape, parameter.device

@@ -72,10 +72,14 @@ class SplitTrial:
     def __init__(self, model: Model | OpaqueModel, stage: Stage | OpaqueModel, mesh: Mesh, precision: str) -> None:
         self.model, self.stage, self.mesh, self.precision = model, stage, mesh, precision
         self._most: dict[bool, tuple[int, int, int]] = {}  # chunks, lane groups and resets, in training and in evaluation
+        self._last: object = None  # the shape of the last batch
 
     def before(self, batches: Sequence[Batch], keys: Sequence[Tensor], *, training: bool) -> None:
         """Refuse a plan that would change what the user's modules compute. Collective: every rank calls it with batches of one kind."""
         for batch, key in zip(batches, keys, strict=True):
+            last, self._last = self._last, (training, batch.inputs.shape[:2], batch.part_of, batch.resets is None)
+            if last == self._last:
+                continue
             before = self._most.get(training, (1, 1, 0) if not self.mesh.plan.recompute else (0, 0, 0))
             kind = self._chunks(batch), self._groups(batch.cells[1] // batch.steps), int(batch.resets is not None)
             if all(new <= old for new, old in zip(kind, before, strict=True)):

@@ -111,8 +111,8 @@ class Capture:
         for recorded_batch, batch in zip(recorded.batches, batches, strict=True):
             _copy(_tensors(recorded_batch), _tensors(batch))
         _copy(recorded.tensors, tensors)
-        if recorded.state and state and recorded.state[0] is not state[0]:
-            _copy(recorded.state, state)
+        if recorded.state is not None and state is not None:
+            _copy_others(recorded.state, state)
         recorded.graph.replay()
         self.replays[kind] += 1
         return recorded.result, recorded.left
@@ -217,6 +217,13 @@ def _shape(batch: Batch) -> tuple[object, ...]:
 
 def _shapes(tensors: Sequence[Tensor] | None) -> tuple[object, ...]:
     return () if tensors is None else tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def _copy_others(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy what is not there already: of a carry, a user may have set any part, even to another part of it."""
+    pairs = [(to, source) for to, source in zip(destinations, sources, strict=True) if to is not source]
+    own = {id(to) for to in destinations}
+    _copy([to for to, _ in pairs], [source.clone() if id(source) in own else source for _, source in pairs])
 
 
 def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

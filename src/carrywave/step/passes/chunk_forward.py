@@ -41,7 +41,8 @@ class ChunkForward:
         self, job: Job, batch: Batch, chunk: Chunk, x: Tensor, entered: State, step_range: tuple[int, int], *, last: bool
     ) -> ChunkOutcome:
         """Run the chunk that covers the steps `step_range` of a micro-batch; `last`: it is the last of them."""
-        if batch.idle and isinstance(self.stage, OpaqueModel):
+        idle = batch.part_of is not None and batch.idle
+        if idle and isinstance(self.stage, OpaqueModel):
             # Nothing depends on a placeholder, and a user's module need not be able to read a sequence of no steps.
             return ChunkOutcome(x, entered, sums=torch.zeros(3, dtype=torch.float64, device=batch.lengths.device))
         y, raw, left = self.stage(x, entered, chunk)
@@ -56,7 +57,7 @@ class ChunkForward:
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
                 root, count = self._observed(job.observe, y, left, targets, chunk, count, batch)
-            elif targets is not None and not batch.idle:
+            elif targets is not None and not idle:
                 known = targets if torch.is_grad_enabled() else sample_weights.known(targets)
                 root, count = self.stage.loss(y, left, known, chunk)
             if root is not None:

@@ -37,7 +37,7 @@ class Chunks:
 
     def step_range(self, micro_batch: int, chunk: int) -> tuple[int, int]:
         """The half-open range of steps of a chunk."""
-        steps = self.batches[micro_batch].steps
+        steps = self.batches[micro_batch].inputs.shape[0]
         size = steps if self.counts[micro_batch] == 1 else cast(int, self.chunk_steps)
         return chunk * size, min((chunk + 1) * size, steps)
 
@@ -46,8 +46,9 @@ class Chunks:
         weights and the answers of a linear part.
         """
         batch = self.batches[micro_batch]
-        first, end = self.step_range(micro_batch, chunk)
-        full = batch.real == batch.steps * batch.lanes.shape[0]
+        steps, lanes = batch.inputs.shape[0], batch.lanes.shape[0]
+        first, end = (0, steps) if self.counts[micro_batch] == 1 else self.step_range(micro_batch, chunk)
+        full = batch.real == steps * lanes
         lengths = None if full and not self.reads_lengths else self.lengths(micro_batch)[1][chunk]
         window = self._window(micro_batch, full=full) if in_window and micro_batch in self.windowed else None
         return Chunk(
@@ -58,8 +59,8 @@ class Chunks:
             key,
             full,
             None if window is None else WindowChunk(window, chunk),
-            self.counts[micro_batch] == 1 and batch.steps * batch.lanes.shape[0] == batch.cells[1],
-            None if batch.history is None else batch.history[first : end + batch.history.shape[0] - batch.steps],
+            self.counts[micro_batch] == 1 and (batch.part_of is None or batch.part_of[1] == lanes),
+            None if batch.history is None else batch.history[first : end + batch.history.shape[0] - steps],
             None if batch.resets is None else batch.resets[first:end],
             batch.weights if batch.weights is None or batch.weights.dim() == 1 else batch.weights[first:end],
             batch.sequences,
@@ -70,11 +71,12 @@ class Chunks:
         """[B], [C, B]: the real steps of each lane in the window and in each chunk."""
         if micro_batch not in self._lengths:
             batch = self.batches[micro_batch]
-            lengths_B = batch.lengths.clamp(0, batch.steps)
+            steps = batch.inputs.shape[0]
+            lengths_B = batch.lengths.clamp(0, steps)
             chunks_CB = lengths_B[None]
             if self.counts[micro_batch] > 1:
                 size = cast(int, self.chunk_steps)
-                chunks_CB = (lengths_B - torch.arange(0, batch.steps, size, device=lengths_B.device)[:, None]).clamp_(0, size)
+                chunks_CB = (lengths_B - torch.arange(0, steps, size, device=lengths_B.device)[:, None]).clamp_(0, size)
             self._lengths[micro_batch] = lengths_B, chunks_CB
         return self._lengths[micro_batch]
 

@@ -58,7 +58,7 @@ from carrywave.step.gradients import Gradients
 from carrywave.step.passes.chunk_forward import ChunkForward, ChunkOutcome
 from carrywave.step.passes.chunks import Chunks
 from carrywave.step.passes.job import BatchOutcome, Job, Observer
-from carrywave.step.passes.micro_batches import flatten, join_states, micro_batches_of, split_lanes, split_state
+from carrywave.step.passes.micro_batches import flatten, join_states, split_lanes, split_state
 from carrywave.step.passes.profiler_ranges import profiled, span
 from carrywave.step.passes.programs import program_for
 from carrywave.step.passes.task_clock import Arrived, TaskClock
@@ -134,9 +134,14 @@ class _Run:
         self.first: list[int] = []  # the first micro-batch of each job
         self.states: list[State | None] = []  # current state of each micro-batch; None: not started
         for number, job in enumerate(jobs):
-            lanes, micro_batches = job.batch.lanes.shape[0], micro_batches_of(plan, job.batch)
+            lanes = job.batch.lanes.shape[0]
+            micro_batches = min(plan.micro_batches, lanes)  # never more than it has lanes
             self.first.append(len(self.batches))
             self.owner += [number] * micro_batches
+            if micro_batches == 1:
+                self.batches.append(job.batch)
+                self.states.append(job.state)
+                continue
             self.batches += split_lanes(job.batch, micro_batches, pooled=stage.pooled)
             self.states += [None] * micro_batches if job.state is None else split_state(job.state, micro_batches, lanes)
         self.forwards = [0] * len(self.batches)  # chunks of each micro-batch that have run forward
@@ -159,7 +164,7 @@ class _Run:
         self.deferred = {task.micro_batch: Deferred() for task in program.schedule.stages[stage_number] if task.phase == "W"}
         # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
         # gradients. The other stages score while they wait and finish later, so they compute these gradients right after scoring.
-        self.deferred_head = Deferred()
+        self.deferred_head = Deferred() if self.share_head and not self.last_stage else None
         self.chunks = Chunks(
             self.batches,
             program.schedule.chunks,
@@ -168,6 +173,7 @@ class _Run:
             reads_lengths=stage.has_head,
         )
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
+        self.casts = any(job.precision in HALVES for job in jobs)
         self.chunk_forward = ChunkForward(stage, self.dtype, share_head=self.share_head)
         # Where messages are read in place, the sender must learn when their buffers are free.
         self.in_place = links if isinstance(links, DeviceLinks) else None
@@ -179,31 +185,36 @@ class _Run:
         done: StageTask | None = None  # the last task that ran
         if self.in_place is not None:
             self.in_place.begin(self.program, self._messages())
-        with pass_cache():
+        watched = self.clock is not None or profiled()
+        with pass_cache() if len(self.steps) > 2 else nullcontext():
             for number, step in enumerate(self.steps):
                 if step.kind == "receive":
                     self._receive(step.task)
                 elif step.kind == "send":
                     channel = cast(Channel, outgoing(step.task, self.program.schedule))
-                    with self._timed("send", step.task):
+                    with self._timed("send", step.task) if watched else nullcontext():
                         cast(Links, self.links).send(channel, self.leaving.pop(step.task))
                 else:
                     if self.links is not None:
                         self.links.flush()
                     # After the send, because another stage is waiting for it.
-                    self._flush_head(done)
-                    if (self.clock is not None or profiled()) and step.task in self.arriving:
+                    if done is not None and done.phase == "H":
+                        self._flush_head(done)
+                    if watched and step.task in self.arriving:
                         with self._timed("wait", step.task):
                             self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
+                    deferred = self.deferred.get(step.task.micro_batch)
+                    timed = self._timed(step.task.phase, step.task) if watched else nullcontext()
                     # Also around F: in forward, a layer learns where its weight gradients will go.
-                    with self._timed(step.task.phase, step.task), deferring(self.deferred.get(step.task.micro_batch)):
+                    with timed, nullcontext() if deferred is None else deferring(deferred):
                         run[step.task.phase](step.task)
                     done = step.task
                 if self.in_place is not None and self.lasts[step.task.micro_batch] == number < len(self.steps) - 1:
                     self.in_place.finished(step.task.micro_batch)
             if self.links is not None:
                 self.links.flush()
-            self._flush_head(done)
+            if done is not None and done.phase == "H":
+                self._flush_head(done)
         if self.in_place is not None:
             self.in_place.end()
         if self.links is not None and self.links.in_order:
@@ -212,22 +223,19 @@ class _Run:
         bounds = [*self.first, len(self.batches)]
         for number in range(len(self.jobs)):
             states = [cast(State, state)._replace(tail=None) for state in self.states[bounds[number] : bounds[number + 1]]]
-            loss_sum, count, penalty = self.sums[number].unbind()
-            outcomes.append(BatchOutcome(loss_sum, count, penalty, join_states(states)))
+            outcomes.append(BatchOutcome(self.sums[number], states[0] if len(states) == 1 else join_states(states)))
         return outcomes
 
     def _timed(self, label: str, task: StageTask) -> AbstractContextManager[object]:
         """Times a part of a task, if there is a clock, or shows it to a profiler."""
         if self.clock is not None:
             return self.clock.lap(label, task)
-        if not profiled():
-            return nullcontext()
         what = name(task, self.program.schedule)
         return span(what if label == task.phase else f"{label} {what}")
 
-    def _flush_head(self, done: StageTask | None) -> None:
+    def _flush_head(self, done: StageTask) -> None:
         """Compute the head's weight gradients after scoring, on all stages but the last."""
-        if done is not None and done.phase == "H" and not self.last_stage:
+        if self.deferred_head is not None:
             with self._timed("W", done):
                 self.deferred_head.flush()
 
@@ -270,12 +278,14 @@ class _Run:
         entered = self._entered(task)
         if self.stage_number > 0:
             x = self.arriving.pop(task).wait().requires_grad_(self.trains)
+        elif self.program.schedule.chunks[task.micro_batch] == 1:
+            x = self.batches[task.micro_batch].inputs
         else:
             first, end = self._range(task)
             x = self.batches[task.micro_batch].inputs[first:end]
         if self.trains and task.chunk > 0:  # the first chunk keeps its link to an initial carry that may be learned
             entered = entered.leaves()
-        with torch.set_grad_enabled(self.trains and not self.plan.recompute), self._cast(task):
+        with torch.set_grad_enabled(self.trains and not self.plan.recompute), self._cast(task) if self.casts else nullcontext():
             done = self._run_chunk(task, x, entered)
         if done.sums is not None:
             self.sums[self.owner[task.micro_batch]] += done.sums
@@ -307,7 +317,7 @@ class _Run:
         first, end = self._range(task)
         y = self._take(task, "F").requires_grad_()  # the head reads a copy, which it may change in place
         if batch.targets is not None and not batch.idle:
-            with deferring(self.deferred.get(task.micro_batch) if self.last_stage else self.deferred_head):
+            with deferring(self.deferred_head or self.deferred.get(task.micro_batch)):
                 with torch.enable_grad(), self._cast(task):
                     loss_sum, count = self.stage.loss(y.clone(), State(()), batch.targets[first:end], self._chunk(task))
                 if loss_sum.requires_grad:
@@ -357,7 +367,8 @@ class _Run:
         if roots:
             deferred_gradients.backward(roots, root_gradients)
         if task.chunk == 0:
-            self.chunks.finish(task.micro_batch)
+            if self.deferred:
+                self.chunks.finish(task.micro_batch)
         else:
             self.carry_gradients[task.micro_batch] = [tensor.grad for tensor in flatten(entered)]
         if self.stage_number > 0:
@@ -374,12 +385,13 @@ class _Run:
             before = self.kept[chunk, task.micro_batch]
             with self._cast(task):
                 _, raw, left = self.stage(before.x, cast(State, before.entered), self._chunk(task._replace(chunk=chunk)))
-            entered = self.chunk_forward.with_tail(self._job(task), raw, left).compact().leaves()
+            entered = self.chunk_forward.with_tail(self.jobs[self.owner[task.micro_batch]], raw, left).compact().leaves()
             if chunk + 1 < task.chunk:
                 self.kept[chunk + 1, task.micro_batch].entered = entered
         return entered
 
     def _cast(self, task: StageTask) -> AbstractContextManager[object]:
+        """The arithmetic of a task, where it is not that of the parameters."""
         return autocast(self.jobs[self.owner[task.micro_batch]].precision, self.batches[task.micro_batch].lengths.device)
 
     def _range(self, task: StageTask) -> tuple[int, int]:
@@ -389,10 +401,10 @@ class _Run:
         key = self.jobs[self.owner[task.micro_batch]].key
         return self.chunks.at(task.micro_batch, task.chunk, key, in_window=task.phase == "F")
 
-    def _job(self, task: StageTask) -> Job:
-        return self.jobs[self.owner[task.micro_batch]]
-
     def _run_chunk(self, task: StageTask, x: Tensor, entered: State) -> ChunkOutcome:
         """Run forward of one chunk."""
-        batch, chunks = self.batches[task.micro_batch], self.program.schedule.chunks[task.micro_batch]
-        return self.chunk_forward(self._job(task), batch, self._chunk(task), x, entered, self._range(task), last=task.chunk == chunks - 1)
+        part, chunks = task.micro_batch, self.program.schedule.chunks[task.micro_batch]
+        batch, job = self.batches[part], self.jobs[self.owner[part]]
+        steps = (0, batch.inputs.shape[0]) if chunks == 1 else self._range(task)
+        chunk = self.chunks.at(part, task.chunk, job.key, in_window=task.phase == "F")
+        return self.chunk_forward(job, batch, chunk, x, entered, steps, last=task.chunk == chunks - 1)

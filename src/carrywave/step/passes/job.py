@@ -33,7 +33,20 @@ class Job:
 class BatchOutcome:
     """Sums over the part of the batch that this stage scored, and the state of every lane after it. Detached."""
 
-    loss_sum: Tensor  # over real targets
-    count: Tensor  # real targets
-    penalty: Tensor  # regularisation; included in what was differentiated but not in loss_sum
+    sums: Tensor  # [3]: loss over real targets, real targets, regularisation, which was differentiated with the loss
     state: State
+
+    @property
+    def loss_sum(self) -> Tensor:
+        """The loss over real targets."""
+        return self.sums[0]
+
+    @property
+    def count(self) -> Tensor:
+        """Real targets."""
+        return self.sums[1]
+
+    @property
+    def penalty(self) -> Tensor:
+        """Regularisation; not in `loss_sum`."""
+        return self.sums[2]

@@ -11,7 +11,6 @@ from carrywave.data.batch import Batch
 from carrywave.data.loader import Share
 from carrywave.kernels.carry import changed
 from carrywave.model.state import State
-from carrywave.plan.plan import Plan
 
 FlatCarry = list[Tensor] | None  # the carry of some lanes as the tensors of `flatten`; None: lanes keep none
 
@@ -19,11 +18,6 @@ FlatCarry = list[Tensor] | None  # the carry of some lanes as the tensors of `fl
 def bounds(lanes: int, micro_batches: int) -> list[tuple[int, int]]:
     """The half-open range of lanes of each micro-batch, split the way lanes are split among replicas."""
     return [Share(part, micro_batches).bounds(lanes) for part in range(micro_batches)]
-
-
-def micro_batches_of(plan: Plan, batch: Batch) -> int:
-    """The number of micro-batches that a batch, or a replica's part of one, is cut into: never more than it has lanes."""
-    return min(plan.micro_batches, batch.lanes.shape[0])
 
 
 def split_lanes(batch: Batch, micro_batches: int, *, pooled: bool) -> list[Batch]:

@@ -21,4 +21,4 @@ def profiled() -> bool:
 
 def span(name: str) -> AbstractContextManager[object]:
     """A range, if a profiler records it."""
-    return record_function(PREFIX + name) if profiled() else _NOTHING
+    return record_function(PREFIX + name) if profiler._is_profiler_enabled else _NOTHING

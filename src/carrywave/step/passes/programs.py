@@ -9,7 +9,6 @@ from carrywave.data.batch import Batch
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Program, with_messages
 from carrywave.plan.schedule.schedule import Schedule, wavefront
-from carrywave.step.passes.micro_batches import micro_batches_of
 
 # (stages, chunks of each micro-batch, backward=, share_head=True if requested, defer_weights=False if none are deferred) -> Schedule
 Scheduler = Callable[..., Schedule]
@@ -30,6 +29,7 @@ def program_for(
     """
     chunks: list[int] = []
     for batch in batches:
-        chunks += [1 if uncut_time else plan.chunks(batch.steps)] * micro_batches_of(plan, batch)
+        count = 1 if uncut_time or plan.chunk_steps is None else plan.chunks(batch.steps)
+        chunks += [count] * min(plan.micro_batches, batch.lanes.shape[0])
     # What weight gradients are computed from stays in memory if they are deferred, which recomputation is meant to avoid.
     return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, not (backward and bool(plan.recompute)), scheduler)

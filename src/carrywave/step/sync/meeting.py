@@ -8,22 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from carrywave.errors import WorkerError
+from carrywave.errors import Diverged, UserError, WorkerError
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import OpaqueModel
+from carrywave.parallel.liveness import lost_contact
+from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
-from carrywave.step.nonfinite import Seen
+from carrywave.spec.train_spec import TrainSpec
+from carrywave.step.checks.finite import remedy
+from carrywave.step.nonfinite import MOST_IN_A_ROW, NonfiniteRecord, Seen
+from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.stats import Slots
-from carrywave.step.update import StepResult
-
-if TYPE_CHECKING:
-    from carrywave.step.trainer import Trainer
+from carrywave.step.sync.modes import Sync
+from carrywave.step.update import StepResult, Votes
 
 SMALLEST_SCALE = 2.0**-14  # once an fp16 loss scale has been halved to below this, gradients are non-finite at any scale
 SUMS = 5  # loss, targets, norm, steps; non-finite steps
+
+
+@dataclass(frozen=True)
+class News:
+    """What this worker brings to a meeting besides its sums."""
+
+    model: Model | OpaqueModel
+    votes: Votes
+    nonfinite: NonfiniteRecord
+    scaler: Scaler | None
+    guards_weights: bool
 
 
 @dataclass(frozen=True)
@@ -40,9 +55,8 @@ class Met:
 class Meetings:
     """The meetings of one trainer's replicas, and what this worker brings to the next one."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        assert trainer.sync is not None
-        self.trainer, self.mesh, self.sync = trainer, trainer.mesh, trainer.sync
+    def __init__(self, mesh: Mesh, sync: Sync) -> None:
+        self.mesh, self.sync = mesh, sync
         size = self.mesh.world.size
         self.slots = Slots(
             sums=(SUMS,),
@@ -62,32 +76,29 @@ class Meetings:
         self.sums = self.sums + result.counted()
         self.sync.add(result)
 
-    def meet(self) -> Met:
+    def meet(self, news: News) -> Met:
         """Share this worker's numbers, and read those of the others. Collective: every rank must call it after the same step."""
-        trainer, slots, rank = self.trainer, self.slots, self.mesh.world.rank
-        seen = trainer.nonfinite.look()
-        scaler = trainer.scaler
-        gone = scaler is not None and float(scaler.scale) < SMALLEST_SCALE
-        report = torch.zeros(slots.size, dtype=torch.float64, device=self.mesh.device)
-        replicas = self.mesh.plan.replicas
-        if self.mesh.stage == 0:  # the other stages of a replica know the same numbers
-            mean = torch.tensor([1.0, 1.0, 1.0 / replicas, 1.0 / replicas, 1.0], dtype=torch.float64, device=self.mesh.device)
-            slots.read(report, "sums").copy_(self.sums * mean)
-            slots.read(report, "targets")[self.mesh.replica] = self.sync.targets
-        slots.read(report, "votes").copy_(torch.tensor(trainer.votes, dtype=torch.float64))
-        code = seen.codes[trainer.within.world.rank] if seen.codes else 0
+        mesh, rank, seen = self.mesh, self.mesh.world.rank, news.nonfinite.look()
+        report = torch.zeros(self.slots.size, dtype=torch.float64, device=mesh.device)
+        own, replicas = self.slots.parts(report), mesh.plan.replicas
+        if mesh.stage == 0:  # the other stages of a replica know the same numbers
+            mean = torch.tensor([1.0, 1.0, 1.0 / replicas, 1.0 / replicas, 1.0], dtype=torch.float64, device=mesh.device)
+            own["sums"].copy_(self.sums * mean)
+            own["targets"][mesh.replica] = self.sync.targets
+        own["votes"].copy_(torch.tensor(news.votes, dtype=torch.float64))
+        code = seen.codes[news.nonfinite.world.rank] if seen.codes else 0
+        gone = news.scaler is not None and float(news.scaler.scale) < SMALLEST_SCALE
         row = [0 if seen.ago is None else seen.ago + 1, code, seen.bad, seen.longest, seen.in_a_row, float(gone)]
-        slots.read(report, "seen")[rank] = torch.tensor(row, dtype=torch.float64, device=self.mesh.device)
-        slots.read(report, "marks")[rank] = self.sync.checksum()
-        summed = self.mesh.sum_(report)
-        sums = slots.read(summed, "sums").clone()
-        on_host = summed.cpu()
-        self._compare(slots.read(on_host, "marks").tolist())
-        rows = [[int(number) for number in each] for each in slots.read(on_host, "seen").tolist()]
-        stop, end = slots.read(on_host, "votes").tolist()
+        own["seen"][rank] = torch.tensor(row, dtype=torch.float64, device=mesh.device)
+        own["marks"][rank] = self.sync.checksum()
+        summed = mesh.sum_(report)
+        found = self.slots.parts(summed.cpu())
+        self._compare(found["marks"].tolist())
         self.forget()
-        joint = joined(rows, [self.mesh.rank_at(replica, 0) for replica in range(replicas)])
-        return Met(sums, (stop, end), slots.read(on_host, "targets").clone(), joint, any(each[5] for each in rows))
+        rows = [[int(number) for number in each] for each in found["seen"].tolist()]
+        stop, end = found["votes"].tolist()
+        joint = joined(rows, [mesh.rank_at(replica, 0) for replica in range(replicas)])
+        return Met(self.slots.parts(summed)["sums"].clone(), (stop, end), found["targets"].clone(), joint, any(each[5] for each in rows))
 
     def _compare(self, checksums: Sequence[float]) -> None:
         stages = self.mesh.plan.stages
@@ -109,3 +120,57 @@ def joined(rows: Sequence[Sequence[int]], firsts_of_replicas: Sequence[int]) -> 
     first = max(firsts)  # the longest ago
     codes = tuple(row[1] if row[0] == first else 0 for row in rows)
     return Seen(first - 1, codes, sum(rows[rank][2] for rank in firsts_of_replicas), max(row[3] for row in rows), in_a_row)
+
+
+class UserExchanges:
+    """The exchanges of replicas in a user's own loop, which meet after every so many steps, as they do in ours. What depends on all of them
+    (an evaluation, the whole model's weights) is asked for right after an exchange of everything, which the user may have at any step.
+    """
+
+    def __init__(self, mesh: Mesh, sync: Sync, spec: TrainSpec) -> None:
+        self.mesh, self.sync, self.spec = mesh, sync, spec
+        self.meetings = Meetings(mesh, sync)
+        self.alone = mesh.plan.replicas == 1 and spec.sync == "local"  # the mean of one replica's weights is these weights
+        self.steps = 0
+        self.met = 0  # the step after which everything was exchanged last
+
+    def after(self, result: StepResult, news: News) -> None:
+        """Count a step of this replica, and exchange what is due. Collective at the same steps on every rank."""
+        self.meetings.add(result)
+        self.steps += 1
+        due = self.sync.due(self.steps, last=False)
+        if due:
+            self._meet(news, due)
+
+    def everything(self, news: News) -> None:
+        """Exchange all weights now, unless that was the last thing done. Collective: every rank must call it after the same step."""
+        if self.met != self.steps:
+            self._meet(news, self.sync.due(self.steps, last=True))
+
+    def check_met(self) -> None:
+        """Refuse what needs the weights that all replicas agree on, where they have not agreed since their last step."""
+        if self.met != self.steps and not self.alone:
+            raise UserError("replicas have trained on their own since their last exchange; call trainer.exchange() on all workers first")
+
+    @lost_contact.kept
+    def _meet(self, news: News, due: Sequence[int]) -> None:
+        met = self.meetings.meet(news)
+        seen = met.seen
+        stops = self.spec.on_nan == "stop" or seen.longest >= MOST_IN_A_ROW
+        if met.scale_gone or (seen.ago is not None and stops):  # before anything non-finite reaches another replica
+            cause = news.nonfinite.cause(seen, weights=news.guards_weights, world=self.mesh.world)
+            gone = f" at any loss scale down to {SMALLEST_SCALE:g}" if met.scale_gone else ""
+            advice = remedy(news.model, cause, "lower the learning rate, or set train.clip")
+            raise on_every_rank(Diverged(f"{cause} is no longer finite{gone}; {advice}"))
+        self.sync.exchange(due, met.targets)
+        if len(due) == self.sync.fragments:
+            self.met = self.steps
+
+
+def check_unsaved(sync: str) -> None:
+    """Refuse to save or load a state that would lack what each replica has of its own."""
+    if sync != "step":
+        raise UserError(
+            f"with train.sync={sync} each replica has an optimizer state of its own, which a trainer's state does not hold; "
+            "save trainer.gathered() inside trainer.evaluation_weights() and start from these weights, or use cw.fit"
+        )

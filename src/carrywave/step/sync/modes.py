@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
 
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
@@ -13,12 +10,11 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.replica_mesh import ReplicaMesh
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.optim import optimizer as optimizers
-from carrywave.step.sync.averaging import Averaging
+from carrywave.step.sync.averaging import Averaging, Named
 from carrywave.step.sync.pushing import Pushing, PushOptimizer
 from carrywave.step.worker_setup import tied_of
 
 Sync = Averaging | Pushing
-Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def within_step(mesh: Mesh, spec: TrainSpec) -> Mesh:
@@ -28,7 +24,7 @@ def within_step(mesh: Mesh, spec: TrainSpec) -> Mesh:
 
 def optimizer_of(spec: TrainSpec, named: Named, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer that takes a step: the spec's, or one that pushes gradients to where the spec's is."""
-    return PushOptimizer(named, spec.lr) if spec.sync == "async" else optimizers.build(spec, named, device)
+    return PushOptimizer([p for _, p in named], spec.lr) if spec.sync == "async" else optimizers.build(spec, named, device)
 
 
 def sync_of(spec: TrainSpec, mesh: Mesh, model: Model | OpaqueModel, named: Named, optimizer: torch.optim.Optimizer) -> Sync | None:

@@ -1,0 +1,33 @@
+"""What two workers say of a trainer state that lacks a part, which only rank 0 has: `python _incomplete.py FOLDER`, under a launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import carrywave as cw
+from carrywave.errors import UserError
+from carrywave.step.trainer_state import PARTS
+
+
+def loss(out: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (out - target).square().sum(), torch.tensor(target.numel())
+
+
+trainer = cw.Trainer(nn.Linear(3, 1), {"lr": 0.1}, loss=loss, device="cpu")
+trainer.step(cw.Batch.of(torch.ones(5, 4, 3), torch.ones(5, 4, 1)))
+state = trainer.state_dict()
+said = []
+for part in PARTS:
+    given = {name: value for name, value in state.items() if name != part}
+    try:
+        trainer.load_state_dict(given)
+        said.append("loaded")
+    except UserError as error:
+        said.append(str(error))
+trainer.load_state_dict(state)
+Path(sys.argv[1], f"{os.environ['RANK']}.txt").write_text("\n".join(said))
