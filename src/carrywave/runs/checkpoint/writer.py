@@ -95,7 +95,7 @@ class Writer:
         with raise_on_all(self.world):
             if not _visible(mark):
                 raise RunError(
-                    f"rank {self.world.rank} on {os.uname().nodename} does not see {self.folder} of rank 0; "
+                    f"{os.uname().nodename} does not see {self.folder} of rank 0; "
                     f"set {option('run')} to a folder that all hosts share"
                 )
         if self.world.rank == 0:
