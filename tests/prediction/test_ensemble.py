@@ -182,7 +182,7 @@ def speakers(folder: Path) -> list[Path]:
     (folder / "text.txt").write_text("abcdefgh\nhgfedcba\n" * 60)
     batch = {"lanes": 3, "steps": 7, "eval_lanes": 1}
     first = learn(folder, "speaker-1", "language", {"train": str(folder / "text.txt")}, batch=batch)
-    model = {"hidden": 6, "layers": 1, "softmax": "adaptive", "cutoffs": [4]}
+    model = {"hidden": 16, "layers": 1, "softmax": "adaptive"}
     second = learn(folder, "speaker-2", "language", {"train": str(folder / "text.txt")}, 2, batch={"lanes": 2, "steps": 5}, model=model)
     return [first, second]
 

@@ -40,7 +40,7 @@ def language(text: Path, **train_keys: Any) -> Spec:
     return parse(
         {
             "data": {"train": str(text), "test": str(text)},
-            "model": {"hidden": 12, "layers": 2, "dropout": 0.2, "forget_bias": None, "init_bias": "zero", "init_scale": 0.1},
+            "model": {"hidden": 12, "layers": 2, "dropout": 0.2, "forget_bias": None, "init_bias": "zero"},
             "batch": {"lanes": 8, "steps": 16},
             "train": keys,
         }

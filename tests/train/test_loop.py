@@ -85,7 +85,7 @@ def language(text: Path, batch: dict[str, Any] | None = None, **train_keys: Any)
     return parse(
         {
             "data": {"train": str(text)},
-            "model": {"hidden": 6, "layers": 1, "dropout": 0.1, "forget_bias": None, "init_bias": "zero", "init_scale": 0.1},
+            "model": {"hidden": 6, "layers": 1, "dropout": 0.1, "forget_bias": None, "init_bias": "zero"},
             "batch": {"lanes": LANES, "steps": STEPS, **(batch or {})},
             "train": {"epochs": 2, "lr": 5e-3, "log_every": 3, "schedule": "constant", **train_keys},
         }

@@ -27,8 +27,8 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.parallel.world import World
-from carrywave.plan.cost.transports import Transports
 from carrywave.plan.plan import Plan
+from carrywave.plan.transports import Transports
 from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse

@@ -19,7 +19,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "plan": (
         ("carrywave plan words.yaml --devices 4", "the best split over four devices of this machine"),
         ("carrywave plan words.yaml --profile h200 --facts vocabulary=33278", "for GPUs that are elsewhere, without the data"),
-        ("carrywave plan words.yaml --cluster cluster.yaml --svg step.svg", "for a whole cluster, and a picture of a step"),
+        ("carrywave plan words.yaml --cluster cluster.yaml", "for a whole cluster"),
         ("carrywave plan words.yaml --profile h200 --scale", "what 1, 2, 4, … devices would gain"),
     ),
     "doctor": (
@@ -64,10 +64,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def epilog(command: str | None) -> str | None:
-    """The examples of a command as the end of its help; None if it has none."""
-    examples = EXAMPLES.get(command or "")
-    if examples is None:
-        return None
-    lines = [line for words, purpose in examples for line in (f"  {words}", f"      {purpose}")]
+def epilog(command: str) -> str:
+    """The examples of a command as the end of its help."""
+    lines = [line for words, purpose in EXAMPLES[command] for line in (f"  {words}", f"      {purpose}")]
     return escape("\n".join(["Examples:", *lines]))

@@ -95,8 +95,7 @@ class Writer:
         with raise_on_all(self.world):
             if not _visible(mark):
                 raise RunError(
-                    f"{os.uname().nodename} does not see {self.folder} of rank 0; "
-                    f"set {option('run')} to a folder that all hosts share"
+                    f"{os.uname().nodename} does not see {self.folder} of rank 0; set {option('run')} to a folder that all hosts share"
                 )
         if self.world.rank == 0:
             atomic_files.remove(mark)

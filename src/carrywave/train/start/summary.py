@@ -63,7 +63,7 @@ def _plan(plan: Plan) -> str:
     """The plan in words."""
     if plan == Plan(kernel=plan.kernel):
         return "1 device"
-    from carrywave.plan.search.search import describe
+    from carrywave.plan.search import describe
 
     return describe(plan)
 
@@ -83,7 +83,7 @@ def transport_of(spec: Spec, model: Model | OpaqueModel, mesh: Mesh) -> str:
     """How the workers of a run reach each other, and what of a step will be recorded; nothing for one worker."""
     if mesh.plan.workers == 1:
         return ""
-    from carrywave.plan.cost.transports import Transports
+    from carrywave.plan.transports import Transports
     from carrywave.step.graphs.capture import Capture
 
     on_gpu = mesh.device.type == "cuda"
