@@ -21,6 +21,7 @@ from carrywave.step.nonfinite import Seen
 from carrywave.step.sync.averaging import Averaging, OuterRule, bounds, fragments_due, sum_over
 from carrywave.step.sync.meeting import joined
 from carrywave.step.sync.shares import ShareServer
+from carrywave.train.start.summary import _sync
 
 CLOSE = 1e-12  # a dozen additions in float64
 
