@@ -16,7 +16,7 @@ from torch import nn
 
 from carrywave.data.batch import Batch
 from carrywave.errors import Diverged, PlanError, RunError, SpecError, UserError
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
