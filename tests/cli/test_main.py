@@ -386,7 +386,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
         found = {"split": "test", "loss": 0.25, "accuracy": 0.975} | (matrix if confusion else {})
         return found | {f"by_{name}": [{name: "[red]", "f1": 0.5}] for name in by}
 
-    install("carrywave.prediction.saved_run", evaluate_run=evaluate_run)
+    install("carrywave.prediction.evaluate", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
     assert call("evaluate", "r", "--data", "d.jsonl", "--json", str(rows)) == (
         0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_a_full_disk_ends_the_run_which_resumes(where: str, devices: int, tmp_pa
     run = "small/run" if where == "whole" else "run"
     if where == "snapshots":
         subprocess.run(train("run", 20, *more), cwd=tmp_path, check=True, capture_output=True)
+        shutil.copytree(tmp_path / "run", tmp_path / "calm")
     command = ["unshare", "-rm", "bash", "-c", WHOLE if where == "whole" else SNAPSHOTS, "bash", *train(run, 200, "--continue", *more)]
     subprocess.run(command, cwd=tmp_path, check=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}, capture_output=True)
     err = (tmp_path / "err").read_text()
@@ -82,6 +84,6 @@ def test_a_full_disk_ends_the_run_which_resumes(where: str, devices: int, tmp_pa
         assert (tmp_path / "during").read_text() == "step-00000020\n"  # the old one stayed
         assert [path.name for path in (tmp_path / "after").glob(".*")] == []
     ours = tmp_path / ("after" if where == "whole" else "run")
-    subprocess.run(train("calm", 200, *more), cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(train("calm", 200, "--continue", *more), cwd=tmp_path, check=True, capture_output=True)
     for name in ("weights.safetensors", "metrics.jsonl"):
         assert (ours / name).read_bytes() == (tmp_path / "calm" / name).read_bytes()
