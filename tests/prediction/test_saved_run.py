@@ -15,7 +15,7 @@ from carrywave.errors import DataError, RunError, SpecError, UserError
 from carrywave.report.samples import samples_of
 from carrywave.runs.run import Run
 from carrywave.spec.load import load, load_own, parse, with_new_names
-from carrywave.train.backtest import Request, backtest_run
+from carrywave.train.backtest import RollingOptions, backtest_run
 from carrywave.train.fit import train
 from carrywave.train.start.run_source import refuse_python
 
@@ -69,7 +69,7 @@ def test_a_part_of_a_training_file_that_has_changed_is_refused(tmp_path: Path, o
     ):
         cw.evaluate(run, device="cpu")
     told: list[str] = []
-    backtest_run(run, None, Request(origins=2), "cpu", told.append)
+    backtest_run(run, None, RollingOptions(origins=2), "cpu", told.append)
     assert any("load.csv has changed since" in line for line in told)
     assert "load.csv has changed since" in str(samples_of(run, "cpu"))
     frame.to_csv(path, index=False)
