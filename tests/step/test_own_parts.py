@@ -176,9 +176,7 @@ def test_a_hook_that_would_not_be_called_is_refused(part: str, kind: str, late: 
     given = Batch.of(torch.zeros(3, 2, 4), torch.zeros(3, 2))
     trainer = Trainer(net, {}, device="cpu") if late else None
     getattr(net if part == "model" else net.lstm, kind)(lambda *_: None)
-    with pytest.raises(
-        UserError, match=r"the hook on the (model \(Model|layers \(LSTM)\) would not be called: .*; register it on the encoder"
-    ):
+    with pytest.raises(UserError, match=r"the hook on the (model \(Model|layers \(LSTM)\) would not be called; register it on the encoder"):
         (trainer or Trainer(net, {}, device="cpu")).step(given)
 
 
