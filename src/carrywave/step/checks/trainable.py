@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -28,7 +29,7 @@ class TrainableParameters:
                 )
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.places = [
-            # A scripted module has a different kind of parameter store, which it rebuilds on every access.
+            # TorchScript's parameters are made anew on every access.
             (module._parameters if isinstance(module._parameters, dict) else {key: p}, key, p)
             for module in model.modules()
             for key, p in module._parameters.items()
@@ -66,8 +67,8 @@ class TrainableParameters:
                 raise UserError(
                     f"the parameter {gone} was replaced or removed after the trainer was created; create a new Trainer afterwards"
                 )
-            if (parameter.dtype, parameter.shape, parameter.device) != form[3:]:
-                was, now = (" ".join(map(str, each[:3])) for each in (form, _form(parameter)))
+            if (parameter.dtype, parameter.shape, parameter.device) != form:
+                was, now = (f"{str(dtype)[6:]} {list(shape)} on {device}" for dtype, shape, device in (form, _form(parameter)))
                 what = self.names[id(parameter)]
                 raise UserError(
                     f"the parameter {what} was {was} when the trainer was created, and is {now} now; create a new Trainer afterwards"
@@ -98,7 +99,6 @@ class TrainableParameters:
             )
 
 
-def _form(parameter: nn.Parameter) -> tuple[object, ...]:
+def _form(parameter: nn.Parameter) -> tuple[torch.dtype, torch.Size, torch.device]:
     """What `model.float()` or `model.to(...)` would change without replacing the parameter."""
-    words = str(parameter.dtype).removeprefix("torch."), list(parameter.shape), f"on {parameter.device}"
-    return *words, parameter.dtype, parameter.shape, parameter.device
+    return parameter.dtype, parameter.shape, parameter.device
