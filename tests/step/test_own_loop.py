@@ -316,10 +316,10 @@ def test_lanes_that_cannot_go_on_are_refused() -> None:
     plain = nn.Linear(2, CLASSES).double()
     loss = Head.loss.__get__(nn.Identity())
     for trainer, why in (
-        (cw.Trainer(both_ways, SGD), "bidirectional layers read whole sequences"),
+        (cw.Trainer(both_ways, SGD), "the model reads whole sequences"),
         (
             cw.Trainer(plain, SGD, loss=loss),
-            "does not know the carry of a module such as Linear; wrap its parts as cw.Model.*, or remove fresh",
+            "does not know the carry of a Linear; wrap its parts as cw.Model.*, or remove fresh",
         ),
         (cw.Trainer(model(), SGD, keep_state=False), "keep_state=False"),
     ):

@@ -78,7 +78,7 @@ def test_a_subclass_of_a_head_that_reads_the_past_is_refused() -> None:
 
 @pytest.mark.parametrize("keep_state", [None, True])
 def test_a_head_that_pools_says_why_it_cannot_go_on(keep_state: bool | None) -> None:
-    why = r"but the head PooledSoftmax pools \(pooled = True\): what it has pooled ends with the batch; pass whole sequences, and remove"
+    why = r"but the head PooledSoftmax pools \(pooled = True\), which ends with the batch; pass whole sequences, and remove"
     model = Model(Numbers(3), cw.LSTM(3, 4), PooledSoftmax(4, 2))
     batch = Batch.of(torch.randn(6, 8, 3), torch.randint(2, (8,)), fresh=False)
     with pytest.raises(UserError, match=why):

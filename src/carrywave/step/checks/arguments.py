@@ -18,7 +18,6 @@ from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
 from carrywave.model.sample_weights import check_weights
 from carrywave.model.stage import Stage, State, check_resets
-from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.parallel.world import World, check_agreement
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
@@ -32,15 +31,6 @@ from carrywave.step.precision import parameter_dtype
 OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas", "ema")
 Lanes = tuple[int, ...]  # the numbers of all lanes of a batch, in its order
 STEP_KEYS = {*OPTIMIZER_KEYS, *READ_BY, "precision", "clip", "seed", "alpha", "beta", "on_nan", "sync"}
-INSTEAD = {
-    "accumulate": "pass several batches to one trainer.step",
-    "epochs": "write the loop over epochs yourself",
-    "max_steps": "end the loop yourself",
-    "warmup": "call trainer.set_lr before each step",
-    "hold": "call trainer.set_lr before each step",
-    "schedule": "call trainer.set_lr before each step, or pass your own optimizer and use its scheduler",
-    "snapshot_every": "save trainer.state_dict() yourself",
-}
 
 
 def as_model(given: Any, loss: Loss | None) -> Model | OpaqueModel:
@@ -84,9 +74,7 @@ def check_spec(spec: TrainSpec, *, user_optimizer: bool) -> None:
             remedy = "average with torch.optim.swa_utils.AveragedModel" if key == "ema" else f"remove train.{key}"
             raise SpecError(f"train.{key} does not apply to your own optimizer, which has its own settings; {remedy}")
         if key not in STEP_KEYS and getattr(spec, key) != getattr(usual, key):
-            raise SpecError(
-                f"train.{key} does not apply to a Trainer, which takes single steps; {INSTEAD.get(key, 'remove it')}, or use cw.fit"
-            )
+            raise SpecError(f"train.{key} does not apply to a Trainer, which takes single steps; do it in your own loop, or use cw.fit")
     if spec.sync == "async":
         raise SpecError("train.sync=async needs the training loop, which ends its meetings; use local or diloco, or use cw.fit")
     if spec.on_nan == "back":
@@ -268,16 +256,13 @@ def _check_weights(batch: Batch, weights: Tensor, model: Model | OpaqueModel) ->
 def why_no_carry(model: Model | OpaqueModel) -> str:
     """Why lanes cannot go on from the previous batch, and what to do instead of giving that up."""
     if isinstance(model, OpaqueModel):
-        module = type(model.module).__name__
-        return f"the trainer does not know the carry of a module such as {module}; wrap its parts as cw.Model(encoder, lstm, head), or "
+        return f"a trainer does not know the carry of a {type(model.module).__name__}; wrap its parts as cw.Model(encoder, lstm, head), or "
     name = type(model.head).__name__
-    if model.whole_head:
-        return f"the head {name} reads whole sequences; "
-    if model.pooled:
-        return f"the head {name} pools (pooled = True): what it has pooled ends with the batch; pass whole sequences, and "
-    if model.has_front:
-        return "the front reads whole sequences; "
-    return "bidirectional layers read whole sequences; " if model.reads_whole else "this trainer was created with keep_state=False; "
+    if model.pooled and not model.whole_head:
+        return f"the head {name} pools (pooled = True), which ends with the batch; pass whole sequences, and "
+    if model.reads_whole:
+        return f"the {'head ' + name if model.whole_head else 'model'} reads whole sequences; "
+    return "this trainer was created with keep_state=False; "
 
 
 def _first(module: nn.Module) -> nn.Module:
@@ -290,13 +275,6 @@ def _first(module: nn.Module) -> nn.Module:
 def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
     numbers = reader.width if isinstance(reader, Numbers) else reader.in_features if isinstance(reader, nn.Linear) else None
     numbers = reader.features if isinstance(reader, Front) else numbers
-    if isinstance(reader, SpelledWords):
-        if inputs.dim() != 3 or inputs.shape[-1] != 1 + reader.length:
-            raise UserError(
-                f"the inputs are {form_of(inputs)}, but the encoder reads words; pass [time, lane, 1 + {reader.length} characters]"
-            )
-        _check_codes(inputs[..., 1:], reader.codes, "character")
-        inputs, reader = inputs[..., 0], reader.words
     rows = reader.vocabulary if isinstance(reader, Embedding) else reader.num_embeddings if isinstance(reader, nn.Embedding) else None
     if numbers is not None and (not inputs.is_floating_point() or inputs.dim() < 3 or inputs.shape[-1] != numbers):
         raise UserError(

@@ -86,14 +86,13 @@ class SplitTrial:
                 continue
             chunks, groups, resets = (max(pair) for pair in zip(kind, before, strict=True))
             self._most[training] = chunks, groups, resets
-            own = own_modules(self.model)
-            if own:
-                # Replicas that are all given the whole batch find the same.
-                alike = batch.part_of is None and self.mesh.plan.stages == 1
-                with nullcontext() if alike else raise_on_all(self.mesh.world, same_message=True, no_timeout=True):
-                    why = self._why_not(batch, key, " or ".join(own), training=training)
-                    if why is not None:
-                        raise PlanError(why)
+            # Replicas that are all given the whole batch find the same. Others wait for each other, also one whose modules are known.
+            alike = batch.part_of is None and self.mesh.plan.stages == 1
+            with nullcontext() if alike else raise_on_all(self.mesh.world, same_message=True, no_timeout=True):
+                own = own_modules(self.model)
+                why = self._why_not(batch, key, " or ".join(own), training=training) if own else None
+                if why is not None:
+                    raise PlanError(why)
 
     def _chunks(self, batch: Batch) -> int:
         return 1 if self.model.reads_whole else self.mesh.plan.chunks(batch.steps)
