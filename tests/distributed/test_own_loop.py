@@ -154,7 +154,7 @@ def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_
     assert second[0]["error"].startswith("ValueError: mine")
     assert re.match(FAILED.format(1), first[0]["error"])
     halfway = "WorkerError: rank 1 got nothing (its last step ended halfway), but rank 0 got"
-    refused = "WorkerError: an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all workers"
+    refused = "WorkerError: an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all"
     assert first[1] == second[1]
     for each in (first, second):
         # If stage 1 hangs up before stage 0 has sent all of the batch, both know it at the next step.

@@ -62,7 +62,7 @@ def test_a_history_of_another_shape_is_refused_on_every_plan(plan: dict[str, int
         with pytest.raises(UserError, match=r"history has shape .*; pass \[past - 1 \+ 6, 4, columns\]"):
             Batch.of(x, target, history=torch.randn(shape))
     trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), Forecast(4, 2, 1, linear=True, past_steps=5)), plan=plan)
-    with pytest.raises(UserError, match="but the history of the batch has .* rows; pass Batch.of"):
+    with pytest.raises(UserError, match=r"but the history of the batch has .* rows; pass Batch\.of"):
         trainer.step(Batch.of(x, target, history=torch.randn(6, 4, 1)))
     trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), Forecast(4, 2, 1, linear=True, past_steps=5)), plan=plan)
     trainer.step(Batch.of(x, target, history=torch.randn(10, 4, 1)))
