@@ -135,7 +135,7 @@ class Trainer:
         self.position = Position()
         self._state_set = False  # by the user, since the last step
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
-        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then recorded only if that is recordable.
+        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks, and nothing is recorded.
         scale = None if self.scaler is None else self.scaler.scale
         self.compute = Compute(
             self.stage, self.within, self.spec, keep_state=self.keep_state, uncut_time=self.model.reads_whole, scale=scale
@@ -185,9 +185,7 @@ class Trainer:
         local_batches = self._local(batches, keys)
         carry, local_batches = self._carry(local_batches, position)
         hooked = self.hooks.any_registered(self._optimizer)  # also refuses some
-        clock = self.compute.clock
-        # A replay would not run a hook, nor ask a clock.
-        graphs = None if hooked or (clock is not None and not clock.recordable) else self.capture
+        graphs = None if hooked or self.compute.clock is not None else self.capture  # a replay would not run a hook, nor ask a clock
         run = self.engine.step if applies else self.engine.backward
         try:
             with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off() if hooked else nullcontext():
