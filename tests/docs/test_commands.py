@@ -39,7 +39,7 @@ ELSEWHERE = {
     "sky": "needs SkyPilot; the job file is read in tests/launch/test_job_files.py",
     "ray": "needs a Ray cluster: tests/engines/test_ray.py",
     "git": "fetches data from elsewhere",
-    "cc": "compiles what a reader has exported (tests/exporting/single_step), or needs TestU01",
+    "cc": "compiles what a reader has exported (tests/exporting/test_c_file.py), or needs TestU01",
     ".": "the shell's own",
     "export": "the shell's own",
 }
@@ -54,7 +54,6 @@ NOT_RUN = {
     "--cluster": "planned in tests/cli/test_plan.py",
     "--devices N": "a number of the reader's own",
     "machine.json": "needs a measured profile",
-    "ours.json": "needs a measured profile",
     "runs/words": "needs the run",
     "runs/search": "needs the search",
     "--seeds": "starts several runs: tests/tuning/test_seeds.py",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, file_of, note, numbers_of, place_of, runs_and_data, show, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, file_of, note, place_of, runs_and_data, show, write_rows
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.errors import UserError
 from carrywave.parallel.startup.launcher_env import is_first
@@ -34,7 +34,8 @@ def evaluate(
         ),
     ] = None,
     top_k: Annotated[
-        str | None, typer.Option("--top-k", metavar="K,K", help="Labels: also how often the target is among the K most likely.")
+        list[int] | None,
+        typer.Option("--top-k", min=1, metavar="K", help="Labels: also how often the target is among the K most likely; repeatable."),
     ] = None,
     confusion: Annotated[bool, typer.Option("--confusion", help="Labels: also the confusion matrix.")] = False,
     json_file: JsonOption = None,
@@ -45,7 +46,6 @@ def evaluate(
         raise UserError(f"{last_word} and --data {data} both name the data; pass one of them")
     data = data or last_word
     output_file.check(json_file)
-    tops = numbers_of("--top-k", top_k) if top_k else []
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.runs.rows.standard_input import data_on_all
@@ -55,7 +55,7 @@ def evaluate(
     places = [place_of(run) for run in runs]
     with data_on_all(data, places[0], device.value) as kept_input:
         source = kept_input if data == "-" else None if data is None else file_of(data)
-        row = evaluate_run(places, source, device.value, top_k=tops, confusion=confusion, note=note, by=by or ())
+        row = evaluate_run(places, source, device.value, top_k=tuple(top_k or ()), confusion=confusion, note=note, by=by or ())
     by_name: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
     if is_first():
         shown = {name: value for name, value in row.items() if name != "confusion"}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -86,7 +84,7 @@ class Group(_Flags, TyperGroup):
             if not hasattr(error, "format_message"):  # not one of the parser's errors, whose classes are not public
                 raise
             context = getattr(error, "ctx", None)
-            message = in_our_words(" ".join(error.format_message().split()))
+            message = " ".join(error.format_message().split())
             if context is None or not message or "Usage:" in message:  # no arguments at all: the error is the help text
                 error.show()  # type: ignore[attr-defined]
             else:
@@ -94,12 +92,6 @@ class Group(_Flags, TyperGroup):
                 note(f"{message.rstrip('.')}{ends} see {context.command_path} --help")
             sys.exit(2)
         sys.exit(code or 0)
-
-
-def in_our_words(message: str) -> str:
-    """The parser's message; about a number that is too small, in our words."""
-    match = re.fullmatch(r"Invalid value for '([^']+)'.*: Input should be greater than or equal to (\d+)\.?", message)
-    return message if match is None else f"{match[1]} is less than {match[2]}; use {match[2]} or more"
 
 
 def note(message: str) -> None:
@@ -152,28 +144,6 @@ def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
 def plain(value: object) -> object:
     """The value as JSON can represent it: NaN and infinity become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def numbers_of(option: str, text: str, least: int = 0) -> list[int]:
-    """The whole numbers of a list such as `4,8`, none below `least`."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise UserError(f"{option} {text} is not a list of whole numbers; write it as in 4,8,16")
-    numbers = [int(part) for part in parts]
-    if min(numbers) < least:
-        raise UserError(f"{option} {text} has a number below {least}; use {least} or more")
-    return numbers
-
-
-def as_utf8(option: str, text: str) -> str:
-    """A text of the command line, which Python reads as the locale says: bytes that are not in its encoding are read as UTF-8."""
-    if text.isascii() or not any("\udc80" <= letter <= "\udcff" for letter in text):
-        return text
-    try:
-        return os.fsencode(text).decode()
-    except UnicodeError:
-        fact = f"{option} is not UTF-8 text, nor text in the locale's encoding ({sys.getfilesystemencoding()})"
-        raise UserError(f"{fact}; write it in UTF-8, or set LC_ALL to the locale it is written in") from None
 
 
 def place_of(run: str) -> Path | str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, InputFormat, as_utf8, file_of, place_of, runs_and_data
+from carrywave.cli.options import Device, DeviceOption, InputFormat, file_of, place_of, runs_and_data
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.errors import UserError, unwinding
 from carrywave.runs import output_file
@@ -77,7 +77,7 @@ def predict(
             [place_of(run) for run in runs],
             source,
             file,
-            prompt=None if prompt is None else as_utf8("--prompt", prompt),
+            prompt=prompt,
             tokens=tokens,
             temperature=temperature,
             top_k=top_k,

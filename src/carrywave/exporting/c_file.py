@@ -86,7 +86,7 @@ class _Source:
             yield "};"
         yield (files("carrywave.exporting") / "layers.c").read_text("utf-8")
         yield from step
-        yield from ("", *self.main(), "#endif")
+        yield (files("carrywave.exporting") / "main.c").read_text("utf-8").rstrip()
 
     def comment(self, name: str) -> Iterator[str]:
         codec = self.codec
@@ -129,10 +129,11 @@ class _Source:
 
     def declarations(self) -> Iterator[str]:
         yield from ("#ifndef CARRYWAVE_MODEL", "#define CARRYWAVE_MODEL", "")
+        encoder = self.model.encoder
         yield f"#define MODEL_OUTPUTS {self.outputs}"
-        yield from [f"#define MODEL_NUMBERS {len(self.codec.columns)}"] if self.codec.kind is None else []
-        if isinstance(self.model.encoder, Features):
-            yield f"#define MODEL_CODES {len(self.model.encoder.inputs.places)}"
+        yield f"#define MODEL_NUMBERS {len(self.codec.columns) if self.codec.kind is None else 0}"
+        yield f"#define MODEL_CODES {len(encoder.inputs.places) if isinstance(encoder, Features) else 0}"
+        yield f"#define MODEL_STEP(state, token, x, codes, out) model_step(state, {', '.join(name for name, _ in self.inputs())}, out)"
         if self.task.spec.data.multi_label:
             yield f"#define MODEL_THRESHOLD {float(self.task.spec.train.threshold)!r}f"
         yield from ("", "typedef struct {", *(f"    float {port.name}[{port.shape[1]}];" for port in self.portable.state))
@@ -244,30 +245,6 @@ class _Source:
             yield f"        read[i] = {kept}[i] = {y}[i];"
         yield "    }"
         return "read"
-
-    def main(self) -> Iterator[str]:
-        """A program to try the file with: it reads steps and prints outputs."""
-        yield from ("#ifdef MODEL_MAIN", "#include <stdio.h>", "", "int main(void)", "{", "    static model_state state;")
-        reads = list[str]()
-        for name, _ in self.inputs():
-            kind, form, count = {
-                "x": ("float", "%f", "MODEL_NUMBERS"),
-                "codes": ("int", "%d", "MODEL_CODES"),
-                "token": ("int", "%d", "1"),
-            }[name]
-            yield f"    {kind} {name}[{count}];"
-            reads += [
-                f"        for (int i = 0; i < {count}; i++)",
-                f'            if (scanf("{form}", &{name}[i]) != 1)',
-                "                return 0;",
-            ]
-        given = ", ".join("token[0]" if name == "token" else name for name, _ in self.inputs())
-        yield from (f"    float {self.result}[MODEL_OUTPUTS];", "    model_init(&state);", "    for (;;) {", *reads)
-        yield f"        if (model_step(&state, {given}, {self.result}) != 0) {{"
-        yield from ('            fprintf(stderr, "an input is out of range\\n");', "            return 2;", "        }")
-        yield "        for (int i = 0; i < MODEL_OUTPUTS; i++)"
-        yield f"            printf(\"%.9g%c\", {self.result}[i], i + 1 < MODEL_OUTPUTS ? ' ' : '\\n');"
-        yield from ("    }", "}", "#endif")
 
 
 def written(value: float) -> str:

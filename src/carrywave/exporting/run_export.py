@@ -121,18 +121,10 @@ def _name(saved: Saved) -> str:
 def _free(folder: Path) -> Path:
     """Refuse a folder that holds something already: an export is never mixed with another, or with anything else."""
     check_local(folder)
-    try:
-        if folder.is_dir() and any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty; remove it, or choose another folder with {option('output')}")
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"{folder} is a file, and an export is a folder; choose another name with {option('output')}")
-        parent = next(each for each in folder.absolute().parents if each.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise UserError(
-                f"{folder} cannot be written: {parent} is read-only or no folder; choose another folder with {option('output')}"
-            )
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read: {error.strerror or error}; choose another folder with {option('output')}") from error
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; remove it, or choose another folder with {option('output')}")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file, and an export is a folder; choose another name with {option('output')}")
     return folder
 
 
