@@ -44,7 +44,7 @@ Piece = tuple[Callable[[], Tensor | None], int]  # getter of a weight or buffer,
 
 
 @dataclass(frozen=True)
-class StepInputs:
+class WorkerInputs:
     """A description of what one worker was given for a step; checksums of the descriptions are compared."""
 
     batches: str
@@ -68,11 +68,11 @@ class Agreement:
         self._looks = len(set(kinds)) == 1
         self._pieces = _pieces(held, model, SEEN_AT_ONCE if mesh.device.type == "cpu" else 1)
         self._steps = 0
-        self._given: StepInputs | None = None
+        self._given: WorkerInputs | None = None
         self._values: list[dict[str, Any]] | None = None  # the optimizer's settings, and the same in words
         self._worded = ""
         self._on_device: list[Tensor] = []  # checksums of tensors on a GPU
-        self._rows: tuple[Later, StepInputs | None] | None = None
+        self._rows: tuple[Later, WorkerInputs | None] | None = None
 
     def before(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, earlier: int = 0) -> None:
         """Record the step's inputs. A user's first batches are compared before anything is computed.
@@ -92,21 +92,21 @@ class Agreement:
                 self._on_device += [sum_of(tensor, weighted=True) for tensor in given if tensor is not None and tensor.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
         what = f"{many} of {where}, batch {earlier + 1} of the loop" if own else many
-        self._given = StepInputs(what, self._settings(optimizer), contents)
+        self._given = WorkerInputs(what, self._settings(optimizer), contents)
         if own and not self._steps:
             self._gather(self._given)
 
     def unbroken(self, *, broken: bool) -> None:
         """Raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
         if self.mesh.world.size > 1:
-            self._gather(StepInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
+            self._gather(WorkerInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
         if broken:  # on every rank
             raise WorkerError(
                 "an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all workers, and "
                 "load into it what trainer.state_dict() returned before"
             )
 
-    def _gather(self, given: StepInputs) -> None:
+    def _gather(self, given: WorkerInputs) -> None:
         """Compare a row of every rank. Collective."""
         world = self.mesh.world
         self._compare(gather_rows(Exchange.INPUTS, [*given.numbers, 0], world.size, world.group), given, self._steps)
@@ -117,7 +117,7 @@ class Agreement:
             return
         what = "no more batches to evaluate" if batch is None else f"a batch of {_size(batch)} to evaluate"
         contents = 0 if batch is None or batch.part_of is not None else _checksum(batch, 0, self._steps)
-        self._gather(StepInputs(what, "", contents))
+        self._gather(WorkerInputs(what, "", contents))
 
     @property
     def columns(self) -> int:
@@ -152,7 +152,7 @@ class Agreement:
         self._rows = None
         self._compare(rows.read(), given, self._steps - 2)
 
-    def _compare(self, rows: Sequence[Sequence[float]], given: StepInputs | None, step: int) -> None:
+    def _compare(self, rows: Sequence[Sequence[float]], given: WorkerInputs | None, step: int) -> None:
         at = self.mesh.ranks
         for column, remedy in enumerate(REMEDIES.values()):
             for rank, row in enumerate(rows):
@@ -163,7 +163,7 @@ class Agreement:
                         WorkerError(f"{self._difference(column, rank, first, given)} (step {step + 1} of the trainer); {remedy}")
                     )
 
-    def _difference(self, column: int, rank: int, first: int, given: StepInputs | None) -> str:
+    def _difference(self, column: int, rank: int, first: int, given: WorkerInputs | None) -> str:
         """Describe the mismatch. Every worker has found the same one, so all of them reach this collective."""
         if column == CONTENTS:
             return f"rank {rank} got a different batch than rank {first}"
