@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for _warm.py, which several fo
 import hypothesis
 import pytest
 
-from carrywave.plan.cost.profile import Link, Overheads, Profile, Sample
+from carrywave.plan.profile import Link, Profile
+from carrywave.plan.rates import Rate
 
 os.fsync = os.fstat  # type: ignore[assignment]  # it still needs an open file, but no test outlives a power cut
 
@@ -65,12 +66,10 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _profile(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Several workers are planned for a machine on which a task costs a second, so that they are replicas: nothing is measured."""
-    kinds = ("lstm", "embedding", "softmax", "linear", "dropout", "norm")
-    sizes = [(kind, precision, lanes) for kind in kinds for precision in ("fp32", "fp64", "bf16") for lanes in (1, 64)]
-    samples = [Sample(kind, precision, 64, 64, lanes, 16, 1e-5 * lanes, 2e-5 * lanes, 1e-5 * lanes) for kind, precision, lanes in sizes]  # type: ignore[arg-type]
-    update = Sample("optimizer", "fp32", 0, 10**6, 1, 1, 1e-3, name="adam")
-    link, overheads = Link(1e-6, 1e9), Overheads(task_seconds=1.0)
-    profile = Profile("of tests", "none", "published", 1 << 40, (*samples, update), link, link, devices_per_host=8, overheads=overheads)
+    kinds, precisions = ("layer", "head", "embedding", "plain", "update"), ("fp32", "fp64", "bf16")
+    rates = tuple(Rate(kind, precision, 1e-5, element_seconds=1e-9) for kind in kinds for precision in precisions)  # type: ignore[arg-type]
+    link = Link(1e-6, 1e9)
+    profile = Profile("of tests", "none", "published", 1 << 40, rates, link, link, devices_per_host=8, task_seconds=1.0)
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     profile.write(path)
     os.environ["CARRYWAVE_PROFILE"] = str(path)

@@ -95,7 +95,7 @@ package = files("carrywave")
 assert (package / "py.typed").is_file()
 assert not carrywave.__file__.startswith({tree!r}), carrywave.__file__
 assert "__global__" in (package / "kernels" / "source" / "persistent" / "persistent.cu").read_text()
-from carrywave.plan.cost.shipped_profiles import names
+from carrywave.plan.profile import names
 assert "h200" in names()
 print(carrywave.__version__)
 """

@@ -218,7 +218,7 @@ def test_a_cell_without_an_onnx_operator_is_a_scan_over_its_steps() -> None:
 
 def test_what_a_step_returns_is_checked() -> None:
     def broken(step: Any) -> Any:
-        return type("Broken", (cw.Recurrent,), {"cell": replace(cw.LSTM.cell, name="broken", backends=None, step=step)})(3, 4)
+        return type("Broken", (cw.Recurrent,), {"cell": replace(cw.LSTM.cell, name="broken", kernels=False, step=step)})(3, 4)
 
     cases: list[tuple[Any, str]] = [
         (lambda gates, carry, weights: carry.h, "must return a tuple of h, c"),

@@ -186,7 +186,7 @@ def test_a_step_without_a_place_for_an_option_is_refused() -> None:
         return (gates + weights.recurrent(carry.h)).tanh()[:, :4], carry.c
 
     def kind(**changes: Any) -> Any:
-        return type("Own", (cw.Recurrent,), {"cell": replace(cw.LSTM.cell, name="own", backends=None, **changes)})
+        return type("Own", (cw.Recurrent,), {"cell": replace(cw.LSTM.cell, name="own", kernels=False, **changes)})
 
     with pytest.raises(UserError, match=r"the step of the cell own drops nothing; let it pass .* through weights.candidate"):
         kind(step=plain)(3, 4, recurrent_dropout=0.1)

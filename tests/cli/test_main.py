@@ -297,12 +297,12 @@ def test_the_end_of_a_run_is_the_exit_code(install: Install, ending: str, code: 
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/a/x"),
             74,
-            "carrywave: no space left on the disk for runs/a/x; free some space, or choose another folder with --run, data.cache or TMPDIR",
+            "carrywave: No space left on device: runs/a/x; free disk space, then try again",
         ),
         (
             OSError(errno.EMFILE, "Too many open files"),
             74,
-            "carrywave: too many open files; raise the limit (ulimit -n 1024) or close other programs",
+            "carrywave: Too many open files; raise the limit of open files (ulimit -n 1024), then try again",
         ),
         (
             ImportError("x.so: failed to map segment from shared object"),

@@ -86,8 +86,7 @@ def test_it_says_all_that_was_asked(work: Path) -> None:
     assert (known["transport"], known["recorded"]) == ({"messages": "gloo", "sums": "gloo"}, "")
     assert all(each["why"] in out for each in known["alternatives"])
     assert len(known["alternatives"]) >= 3
-    heading = lines.index("what would have to change to do better")
-    assert all(re.search(r"tokens/s|per step", line) for line in lines[heading + 1 : lines.index("", heading)])
+    assert lines[3].startswith("All times are predicted, from figures whose error is not known; ")
     assert known["sent_bytes"] > 0
     ElementTree.fromstring((work / "step.svg").read_text())
 
@@ -215,7 +214,7 @@ def test_facts_of_a_run_are_enough(work: Path) -> None:
     labels = ["task=classification", "batch.tokens=512", "model.hidden=128", "data.train=missing.jsonl"]
     planned(*labels, "--profile", "machine.json", "--facts", "features=12,labels=9,longest=29")
     code, _, err = call(*labels, "model.hidden=16", "--profile", "machine.json", "--facts", "features=12,labels=9,longest=29")
-    assert (code, err) == (0, "carrywave: profile made up has no layer near 16 units (the nearest has 128): the times are guesses\n")
+    assert (code, err) == (0, "")
 
 
 def test_data_that_is_there_gives_the_facts(work: Path) -> None:
@@ -242,10 +241,11 @@ def test_a_model_that_fits_no_plan_names_what_is_missing_and_what_would_do() -> 
     machine(memory_bytes=GIB // 2).write(Path("small.json"))
     words = ["model.hidden=1024", "model.layers=4", "--profile", "small.json", "--devices", "1"]
     said = refused(*words, "--facts", "vocabulary=4096")
-    assert re.match(r"the model does not fit on 1 device: at best, stage 0 \(the encoder to the head\) exceeds the 512 MiB of its", said)
+    assert re.match(r"the model does not fit on 1 device: at best, stage 0 \(encoder, layers 1-4, head\) exceeds the 512 MiB of its", said)
     assert re.search(r"it fits with \d such devices, .* more memory on each device", said)
     said = refused(*words, "--facts", "vocabulary=200000")
-    assert re.search(r"the (encoder|head) alone exceeds the 512 MiB of the largest device by .*; it fits with .* GiB more memory", said)
+    assert re.search(r"; it fits with .* GiB more memory on each device", said)
+    assert "such devices" not in said  # one unit alone is too large
 
 
 def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
@@ -253,7 +253,7 @@ def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
     words = ["model.hidden=1024", "model.layers=8", "--profile", "small.json", "--devices", "8", "--facts", "vocabulary=4096"]
     said = refused(*words, "plan.replicas=8", "plan.stages=1")
     assert re.match(
-        r"stage 0 of the requested plan \(the encoder to the head\) exceeds the 1 GiB of its device by .*; this plan fits: ", said
+        r"stage 0 of the requested plan \(encoder, layers 1-8, head\) exceeds the 1 GiB of its device by .*; this plan fits: ", said
     )
 
 
@@ -301,7 +301,10 @@ def test_bad_words(words: list[str], said: str) -> None:
         (CLUSTER.replace("devices: 4", "devices: 0"), "devices=0 is not a number of devices; use at least 1 for each host"),
         ("hosts: 0\ndevices: 4\nprofile: machine.json\n", "hosts=0 is neither a number of hosts nor a list"),
         ("hosts: [{devices: 2}, {devices: 0}]\nprofile: machine.json\n", "hosts[1]: devices=0"),
-        (CLUSTER.replace("infiniband-ndr", "{latency_seconds: 1e-5, bytes_per_second: 0}"), "bytes_per_second=0 must be above 0"),
+        (
+            CLUSTER.replace("infiniband-ndr", "{latency_seconds: 1e-5, bytes_per_second: 0}"),
+            "bytes_per_second: input should be greater",
+        ),
         (CLUSTER.replace("infiniband-ndr", "string"), "between='string' is not a known link; use one of nvlink3"),
         (CLUSTER.replace("machine.json", "h999"), "profile h999 not found"),
     ],
@@ -327,11 +330,11 @@ def test_hosts_that_differ_do_not_grow() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda known: known | {"format": 99}, "has format 99, but this version reads 3; measure it again"),
+        (lambda known: known | {"format": 99}, "has format 99, but this version reads 4; measure it again"),
         (lambda known: known | {"versions": {"carrywave": "0.0.1"}}, "was measured with carrywave 0.0.1, but this is"),
-        (lambda known: known | {"sample": []}, "unknown key 'sample'; did you mean samples?"),
-        (lambda known: known | {"samples": []}, "has no sample of"),
-        (lambda known: [], "must be a mapping, got []"),
+        (lambda known: known | {"rate": []}, "rate: unknown key"),
+        (lambda known: known | {"rates": []}, "has no figures of"),
+        (lambda known: [], "bad.json: input should be a dictionary"),
     ],
 )
 def test_bad_profiles(change: Callable[[Any], Any], said: str) -> None:

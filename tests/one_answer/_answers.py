@@ -95,7 +95,7 @@ def fits(row: dict[str, str]) -> bool:
         (whole and plan.get("chunk_steps"))
         or (plan.get("share_head") and row.get("head", "own") not in STEPWISE)
         or (data.get("carried") and (whole or head.pooled))
-        or (data.get("resets") and (not head.resets or head.reads == "own"))  # modules of a user know of none
+        or (data.get("resets") and (head.whole or head.pooled or head.reads == "own"))  # modules of a user know of none
         or (data.get("weights") and row.get("head") in ("own chain", "ctc", "crf"))
         or (data.get("few") and plan.get("chunk_steps"))
         or (layers == "projection" and cell not in ("lstm", "odd"))

@@ -39,9 +39,8 @@ class Kind:
 
     reads: str  # words, letters, numbers, own (numbers, through modules of a user) or front
     answers: str  # a class, a label, numbers or labels of each: see `targets`
-    pooled: bool = False  # one target for each lane
+    pooled: bool = False  # one target for each lane, which is one sequence
     whole: bool = False  # needs whole sequences
-    resets: bool = True  # knows of sequences that begin inside a window
     past: int = 0
     counts: bool = False
 
@@ -51,16 +50,16 @@ KINDS = {
     "adaptive softmax": Kind("words", "word"),
     "tags": Kind("letters", "class"),
     "labels at each step": Kind("words", "labels"),
-    "crf": Kind("letters", "class", whole=True, resets=False),
-    "own chain": Kind("own", "class", whole=True, resets=False),
+    "crf": Kind("letters", "class", whole=True),
+    "own chain": Kind("own", "class", whole=True),
     "own": Kind("own", "class"),
-    "own, pooled": Kind("own", "class", pooled=True, resets=False),
-    "ctc": Kind("numbers", "transcript", pooled=True, whole=True, resets=False),
+    "own, pooled": Kind("own", "class", pooled=True),
+    "ctc": Kind("numbers", "transcript", pooled=True, whole=True),
     "last": Kind("numbers", "class", pooled=True),
     "mean": Kind("words", "class", pooled=True),
     "attention": Kind("numbers", "class", pooled=True),
     "mean_max": Kind("numbers", "labels", pooled=True),
-    "max of a front": Kind("front", "class", pooled=True, whole=True, resets=False),
+    "max of a front": Kind("front", "class", pooled=True, whole=True),
     "numbers of a lane": Kind("numbers", "numbers", pooled=True),
     "numbers at each step": Kind("numbers", "weighted numbers"),
     "forecast": Kind("numbers", "ahead", past=4),
@@ -257,12 +256,8 @@ def batch(head: str, steps: int, lengths: list[int], *, resets: bool, weights: b
         inputs = torch.randn((steps, lanes, FEATURES), generator=draw, dtype=torch.float64)
         inputs[padded_TB] = math.nan if odd else 0.0
     resets_TB = torch.rand((steps, lanes), generator=draw) < 0.3 if resets else None
-    unused = lengths_B == 0 if kind.pooled and not resets else padded_TB
-    if kind.pooled and resets_TB is not None:  # of every sequence, the last step has the target
-        ends_TB = torch.arange(steps)[:, None] == lengths_B - 1
-        ends_TB[:-1] |= resets_TB[1:] & ~padded_TB[1:]
-        unused = ~ends_TB
-    targets = _targets(head, (lanes,) if kind.pooled and not resets else (steps, lanes), lengths_B, draw)
+    unused = lengths_B == 0 if kind.pooled else padded_TB
+    targets = _targets(head, (lanes,) if kind.pooled else (steps, lanes), lengths_B, draw)
     if head != "ctc":
         targets[unused] = math.nan if targets.is_floating_point() else -100
     if kind.past:

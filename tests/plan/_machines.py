@@ -1,61 +1,47 @@
-"""Profiles of machines that do not exist, whose times follow a formula: what a fit should find is known."""
+"""Profiles of machines that do not exist, with round constants."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from carrywave.plan.cost.interpolation import Size
-from carrywave.plan.cost.profile import Contention, Link, Overheads, Profile, Sample
+from carrywave.plan.profile import Link, Profile
+from carrywave.plan.rates import CallKind, Precision, Rate
+from carrywave.plan.units import Units
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
 
 GIB = 1 << 30
+CONSTANTS: dict[CallKind, dict[str, float]] = {
+    "layer": {"call_seconds": 50e-6, "step_seconds": 10e-6, "product_seconds": 5e-12},
+    "head": {"call_seconds": 20e-6, "product_seconds": 12e-12},
+    "embedding": {"call_seconds": 30e-6, "element_seconds": 1e-10},
+    "plain": {"call_seconds": 10e-6, "element_seconds": 1e-10},
+}
 
 
-def lstm_seconds(size: Size, speed: float = 1.0) -> tuple[float, float, float]:
-    """Forward, backward and what of it is put off: a call, a latency for each step, and products."""
-    products = size.lanes * size.steps * size.outputs
-    forward = 20e-6 + size.steps * 5e-6 + products * (size.outputs + size.inputs) * 1e-11
-    put_off = 10e-6 + products * (size.outputs + size.inputs) * 1e-11
-    return forward / speed, (1.2 * forward + put_off) / speed, put_off / speed
+def rates(*precisions: Precision) -> tuple[Rate, ...]:
+    found = [Rate(kind, precision, **constants) for precision in precisions for kind, constants in CONSTANTS.items()]
+    return (*found, *(Rate("update", width, 1e-5, element_seconds=1e-10) for width in ("fp32", "fp64")))  # type: ignore[arg-type]
 
 
-def product_seconds(size: Size, speed: float = 1.0) -> tuple[float, float, float]:
-    one = 10e-6 + size.lanes * size.steps * size.inputs * size.outputs * 4e-12
-    return one / speed, 2 * one / speed, one / speed
-
-
-def samples(speed: float = 1.0, precision: Any = "fp32") -> tuple[Sample, ...]:
-    found = []
-    for hidden in (128, 512, 1024):
-        for lanes in (4, 32, 128):
-            for steps in (4, 32, 128):
-                size = Size(hidden, hidden, lanes, steps)
-                found.append(Sample("lstm", precision, *size[:4], *lstm_seconds(size, speed)))
-    for inputs, hidden in ((128, 1024), (1024, 256)):
-        size = Size(inputs, hidden, 32, 32)
-        found.append(Sample("lstm", precision, *size[:4], *lstm_seconds(size, speed)))
-    for kind in ("softmax", "linear"):
-        for outputs in (64, 4096, 32768):
-            for lanes, steps in ((8, 8), (32, 64)):
-                size = Size(512, outputs, lanes, steps)
-                found.append(Sample(kind, precision, *size[:4], *product_seconds(size, speed)))
-    found += [Sample("embedding", precision, 10000, 512, 32, steps, 1e-5 + steps * 1e-6, 2e-5 + steps * 1e-6, 1e-5) for steps in (8, 64)]
-    found += [Sample("optimizer", "fp32", 0, size, 1, 1, 1e-5 + size * 1e-10 / speed, name="adam") for size in (10**5, 10**8)]
-    return tuple(found)
-
-
-def machine(**changes: Any) -> Profile:
+def machine(*precisions: Precision, **changes: Any) -> Profile:
     """A fast one, eight devices to a host."""
-    speed = changes.pop("speed", 1.0)
     given: dict[str, Any] = {
         "name": "made up",
         "hardware": "none",
         "source": "published",
         "memory_bytes": 80 * GIB,
-        "samples": samples(speed),
+        "rates": rates(*(precisions or ("fp32",))),
         "within": Link(5e-6, 200e9),
         "between": Link(20e-6, 40e9),
         "devices_per_host": 8,
-        "contention": (Contention(8, 1.1),),
-        "overheads": Overheads(20e-6, 5e-6, 200e-6, 1.0),
+        "task_seconds": 20e-6,
+        "step_seconds": 200e-6,
     }
     return Profile(**{**given, **changes})
+
+
+def units_of(vocabulary: int = 4096, **parts: Any) -> Units:
+    """A language model, 2 x 512 over 16 lanes x 32 steps unless said otherwise."""
+    spec = {"model": {"hidden": 512, "layers": 2}, "batch": {"lanes": 16, "steps": 32}, **parts}
+    return Units.of(Spec.model_validate(spec), DataFacts(vocabulary=vocabulary))

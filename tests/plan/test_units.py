@@ -13,13 +13,11 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import class_of
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import Holding, hold, shared
-from carrywave.plan.cost.footprint import largest_stage
-from carrywave.plan.cost.memory import Load, Split, one_micro_batch, stage_memory
-from carrywave.plan.cost.sample_requests import asks_of
-from carrywave.plan.cost.shipped_profiles import shipped
-from carrywave.plan.cost.stage_costs import Costs
-from carrywave.plan.cost.units import BatchShape, Units
+from carrywave.plan.cost import UnitCosts
+from carrywave.plan.memory import Footprint, largest_stage
 from carrywave.plan.plan import Plan
+from carrywave.plan.profile import shipped
+from carrywave.plan.units import BatchShape, Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Task
@@ -72,7 +70,6 @@ def test_each_stage_holds_the_parameters_that_the_runtime_gives_it(model: dict[s
             _, part = build(**model)
             held = hold(part, Holding(first, last, next(part.parameters()).device, share_head), next(part.parameters()).dtype)
             assert units.parameters(first, last, share_head=share_head) == sum(tensor.numel() for tensor in held.values())
-            assert units.tensors(first, last, share_head=share_head) == len(held)
 
 
 FRONT = [{"channels": 5, "kernel": 5, "stride": 3}, {"channels": 6, "kernel": 3, "stride": 2}]
@@ -88,7 +85,6 @@ def test_a_front_and_a_pooled_head_have_the_parameters_of_the_model(pool: str, f
     for first, last, names in ((0, 1, ("encoder",)), (1, 3, ("lstm",)), (3, 4, ("head",)), (0, 4, ("",))):
         own = [parameter for name, parameter in held.items() if name.startswith(names)]
         assert units.parameters(first, last) == sum(parameter.numel() for parameter in own)
-        assert units.tensors(first, last) == len(own)
     assert units.whole
     assert units.shapes == (BatchShape(4, 17),)  # 100 steps become 34, and those 17
     assert units.tokens == 4 * 17 * 6
@@ -108,9 +104,8 @@ def test_characters_of_words_have_the_parameters_of_the_model_and_cost_time(kind
         for first, last, names in ((0, 1, ("encoder",)), (1, 3, ("lstm",)), (0, 4, ("",))):
             own = [parameter for name, parameter in held.items() if name.startswith(names)]
             assert units.parameters(first, last) == sum(parameter.numel() for parameter in own)
-            assert units.tensors(first, last) == len(own)
         assert units.units[0].width_out == units.units[1].width_in
-        costs.append((Costs(units, shipped("h200")).unit(0, 4, 100).all, largest_stage(units, Plan.serial()).activations))
+        costs.append((UnitCosts(units, shipped("h200"), 1)(0, 4, 100).all, largest_stage(units, Plan.serial()).activations))
     assert costs[0][0] > costs[1][0]
     assert costs[0][1] > costs[1][1]
 
@@ -125,10 +120,9 @@ def test_a_crf_has_the_parameters_of_the_model_and_costs_time_and_memory() -> No
         units = Units.of(spec, facts)
         own = list(Task(spec, Codec("tagging", "tokens"), facts).model().head.parameters())
         assert units.parameters(3, 4) == sum(parameter.numel() for parameter in own)
-        assert units.tensors(3, 4) == len(own)
         assert units.whole == units.whole_head == crf
         assert spec.reads_whole == crf
-        costs.append((Costs(units, shipped("h200")).unit(3, 4, 100).all, largest_stage(units, Plan.serial()).activations))
+        costs.append((UnitCosts(units, shipped("h200"), 1)(3, 4, 100).all, largest_stage(units, Plan.serial()).activations))
     assert costs[0][0] >= costs[1][0] > costs[2][0]
     assert costs[0][1] > costs[1][1] > costs[2][1]
 
@@ -143,20 +137,11 @@ def test_a_front_costs_time_and_memory() -> None:
         )
         units = Units.of(spec, facts)
         [shape] = units.shapes
-        costs[name] = [Costs(units, shipped("h200")).unit(number, shape.lanes, shape.steps).all for number in (0, 1)]
+        costs[name] = [UnitCosts(units, shipped("h200"), 1)(number, shape.lanes, shape.steps).all for number in (0, 1)]
         memory[name] = largest_stage(units, Plan.serial()).activations
-        assert {ask.kind for ask in asks_of(units, 1)} >= ({"linear", "norm"} if front != "none" else {"lstm"})
     assert costs["none"][0] == 0.0 < costs["deep"][0] < costs["wide"][0]
     assert costs["deep"][1] < costs["none"][1]
     assert memory["deep"] < memory["wide"]
-
-
-def test_equal_layers_are_alike() -> None:
-    units, _ = build(hidden=[8, 8, 8, 8, 6], layers=5, embedding=5)
-    assert units.runs == [(0, 1), (1, 2), (2, 5), (5, 6), (6, 7)]
-    assert units.alike(3, 5) == (2, 4)
-    assert units.alike(4, 6) == (4, 6)
-    assert units.alike(0, 7) == (0, 7)
 
 
 def test_messages_are_as_wide_as_what_enters_a_unit() -> None:
@@ -204,15 +189,14 @@ def test_what_an_optimizer_keeps() -> None:
 
 def test_a_window_in_half_precision_is_held_while_all_of_its_gradients_are_pending() -> None:
     """On GPUs the kernels free what they saved of a window after its last backward; in float32, chunk by chunk."""
-    load, split = (
-        one_micro_batch(4, defer_weights=True),
-        Split(8, 16, 64, 8, defer_weights=True, recompute=False, share_head=False, reduced=False),
-    )
     found = {}
     for precision in ("fp32", "bf16"):
         spec = Spec.model_validate({"model": {"hidden": 512, "layers": 4}, "train": {"precision": precision}})
         units = Units.of(spec, DataFacts(vocabulary=4096))
-        parts = [stage_memory(units, 1, 3, Load((pair,)), split).activations for pair in ((4, 0), (0, 4))]
-        found[precision] = stage_memory(units, 1, 3, load, split).activations, parts
+        kept, waiting = (sum(getattr(unit, name) for unit in units.units[1:3]) for name in ("kept", "deferred"))
+        kept += units.units[1].width_in
+        of_chunk = 8 * 16 * units.activation_bytes
+        held = Footprint(Plan(chunk_steps=16), BatchShape(8, 64), units).memory(0, 1, 3).activations
+        found[precision] = held, (4 * kept * of_chunk, 4 * waiting * of_chunk)
     assert found["fp32"][0] == max(found["fp32"][1])
     assert found["bf16"][0] == sum(found["bf16"][1])

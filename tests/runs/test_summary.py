@@ -29,13 +29,13 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.parallel.world import World
-from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.cost.profile import Profile
-from carrywave.plan.cost.transports import Transports
-from carrywave.plan.cost.units import Units
+from carrywave.plan.cluster import Cluster
+from carrywave.plan.memory import say
 from carrywave.plan.plan import Plan
-from carrywave.plan.search.partition import say
-from carrywave.plan.search.predictor import Predictor
+from carrywave.plan.predict import Predictor
+from carrywave.plan.profile import Profile
+from carrywave.plan.transports import Transports
+from carrywave.plan.units import Units
 from carrywave.runs.summary import _count, backends, summarize, transports_of_run
 from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts

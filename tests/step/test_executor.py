@@ -32,12 +32,12 @@ from carrywave.model.stage import Stage
 from carrywave.parallel.links.device_links import DeviceLinks
 from carrywave.parallel.memory.symmetric import SharedMemory
 from carrywave.parallel.sums.device_sums import DeviceSum
-from carrywave.plan.cost.footprint import Footprint
-from carrywave.plan.cost.transports import Transports
-from carrywave.plan.cost.units import BatchShape, Units
+from carrywave.plan.memory import Footprint
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
+from carrywave.plan.transports import Transports
+from carrywave.plan.units import BatchShape, Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.gradients import Gradients, Summed

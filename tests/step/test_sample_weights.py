@@ -110,24 +110,6 @@ def test_whole_weights_repeat_targets() -> None:
     torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2, "micro_batches": 2}])
-def test_sequences_in_one_lane_have_their_weights_at_their_ends(plan: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randint(TOKENS, (6, 4), generator=generator)
-    label, weights = torch.tensor([0, 1, 2, 1]), torch.tensor([0.5, 2.0, 0.0, 1.5])
-    laid = torch.cat([x[:, :2], x[:, 2:]])  # sequences 2 and 3 after 0 and 1
-    target, laid_weights = torch.full((12, 2), -100), torch.full((12, 2), 7.0)  # those of other steps mean nothing
-    target[5], target[11], laid_weights[5], laid_weights[11] = label[:2], label[2:], weights[:2], weights[2:]
-    resets = torch.zeros(12, 2, dtype=torch.bool)
-    resets[6] = True
-    packed = cw.Batch.of(laid, target, step=0, pooled=True, resets=resets, weights=laid_weights)
-    apart = cw.Batch.of(x, label, step=0, pooled=True, weights=weights)
-    one, other = (trained(model_of(PooledSoftmax(5, CLASSES)), each, plan) for each in (apart, packed))
-    torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
-    with pytest.raises(UserError, match="lanes hold several sequences; pass \\[time, lane\\]"):
-        trained(model_of(PooledSoftmax(5, CLASSES)), cw.Batch.of(laid, target, step=0, pooled=True, resets=resets, weights=[1.0, 2.0]))
-
-
 @pytest.mark.parametrize("kind", ["crf", "ctc"])
 def test_heads_that_read_whole_sequences_have_a_weight_for_each(kind: str) -> None:
     def run(plan: dict[str, Any], weights: Any) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ from torch import Tensor
 import carrywave as cw
 from _sync_definition import simulate
 from carrywave.errors import PlanError, SpecError
-from carrywave.plan.cost.footprint import largest_stage
-from carrywave.plan.cost.units import Units
+from carrywave.plan.memory import largest_stage
 from carrywave.plan.plan import Plan, check_sync
+from carrywave.plan.units import Units
 from carrywave.runs.summary import _sync
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse

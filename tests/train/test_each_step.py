@@ -18,7 +18,7 @@ from _catchments import catchments
 from carrywave.cli.main import app
 from carrywave.errors import UserError
 from carrywave.exporting.run_export import export_run
-from carrywave.plan.cost.units import Units
+from carrywave.plan.units import Units
 from carrywave.runs.prediction import predict
 from carrywave.runs.trained_run import evaluate_run
 from carrywave.spec.load import parse

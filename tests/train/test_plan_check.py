@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 from _machines import machine
 
 import carrywave as cw
-from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.cost.simulation import TaskSpan
-from carrywave.plan.cost.units import Units
+from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan
-from carrywave.plan.search.predictor import Prediction, Predictor
+from carrywave.plan.predict import Prediction, Predictor
+from carrywave.plan.simulation import TaskSpan
+from carrywave.plan.units import Units
 from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from _machines import machine
 
 from carrywave.errors import PlanError
 from carrywave.parallel.world import World
-from carrywave.plan.cost.profile import Link, Overheads, Profile, Sample
-from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
+from carrywave.plan.profile import Link, Profile
+from carrywave.plan.rates import Rate
+from carrywave.plan.units import Units
 from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
@@ -58,7 +59,6 @@ def test_all_workers_are_used_and_the_choice_is_said(use: Any) -> None:
     assert found.plan.workers == 2
     assert found.plan.stages == 2
     assert found.prediction is not None
-    assert found.predicted
     assert found.reasons[0].startswith("chosen: 2 stages")
 
 
@@ -103,17 +103,17 @@ def test_of_modules_of_the_users_own_nothing_is_predicted(use: Any) -> None:
     use(NO_SUMS)
     found = planned(2, own=True)
     assert found.plan.replicas == 2
-    assert not found.predicted
+    assert found.prediction is None
 
 
 def test_a_profile_without_this_kind_of_work_predicts_nothing(use: Any) -> None:
-    use(machine(samples=()))
-    assert not planned(2, {"replicas": 2}).predicted
+    use(machine(rates=()))
+    assert planned(2, {"replicas": 2}).prediction is None
     said: list[str] = []
     found = plan_run(ALONE, given(2), said.append)
     assert found.plan == Plan(2)  # it trains all the same
     assert said[0].startswith("no plan could be chosen, so every worker is a replica: ")
-    assert "has no sample" in said[0]
+    assert "has no figures" in said[0]
 
 
 def test_without_a_profile_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +125,10 @@ def test_without_a_profile_this_machine_is_measured(monkeypatch: pytest.MonkeyPa
         return NO_SUMS
 
     monkeypatch.setattr(planning, "profile_for", measured)
-    monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)
     assert planned(2).plan.stages == 2
     assert [(how["device"], how["devices"]) for how in asked] == [("cpu", 2)]
-    assert not planned(2, {"replicas": 2}).predicted  # nobody waits for a measurement that decides nothing
+    assert planned(2, {"replicas": 2}).prediction is None  # nobody waits for a measurement that decides nothing
+    assert planned(1).prediction is None
     assert len(asked) == 1
 
 
@@ -159,12 +159,12 @@ def test_workers_that_do_not_fit_the_plan_are_refused() -> None:
 
 
 def test_overheads_of_a_machine_count(use: Any) -> None:
-    use(machine(overheads=Overheads(task_seconds=10.0)))
+    use(machine(task_seconds=10.0))
     assert planned(2).plan.stages == 1
 
 
 def test_a_transport_that_the_user_asks_for_is_planned_with(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(machine(overheads=Overheads(1e-4, 1e-5, recorded_seconds=1e-6)))
+    use(machine(recorded=True))
     found = {}
     for asked in ("", "device", "nccl", "gloo"):
         monkeypatch.setenv("CARRYWAVE_TRANSPORT", asked)
@@ -186,8 +186,7 @@ def test_without_a_number_the_gpus_that_pay_are_taken(use: Any, tmp_path: Path, 
     assert best_number(spec, "auto", said.append) == 1
     assert said[-1].startswith("1 device: uses 1 of 4 devices, and more would not help")
     assert said[-1].endswith("; pass devices=4 to use all of them")
-    free = Profile("free", "none", "published", 1 << 40, samples(), Link(1e-9, 1e15), devices_per_host=4)
-    use(free)
+    use(machine(within=Link(1e-9, 1e15), task_seconds=0.0, step_seconds=0.0, rates=as_long_as_wide(), devices_per_host=4))
     assert best_number(spec, "auto", said.append) == 4
     folder = Run.create(tmp_path / "run", "language", events=False)
     with folder:
@@ -197,10 +196,8 @@ def test_without_a_number_the_gpus_that_pay_are_taken(use: Any, tmp_path: Path, 
     assert best_number(spec, "auto", said.append) is None
 
 
-def samples() -> tuple[Sample, ...]:
-    """Work that is as long as it is wide."""
-    kinds = ("lstm", "embedding", "softmax", "dropout")
-    return tuple(Sample(kind, "fp32", 64, 64, lanes, 16, 1e-3 * lanes, 2e-3 * lanes) for kind in kinds for lanes in (1, 64))  # type: ignore[arg-type]
+def as_long_as_wide() -> tuple[Rate, ...]:
+    return tuple(Rate(kind, "fp32", 0.0, element_seconds=1e-5) for kind in ("layer", "embedding", "head", "plain", "update"))  # type: ignore[arg-type]
 
 
 def test_a_kernel_alone_leaves_the_split_to_the_planner(use: Any) -> None:
@@ -212,7 +209,6 @@ def test_a_kernel_alone_leaves_the_split_to_the_planner(use: Any) -> None:
 def test_with_a_worker_broken_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CARRYWAVE_PROFILE")
     monkeypatch.setattr(planning.launch_record, "with_fewer", lambda: True)
-    monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)
     monkeypatch.setattr(planning, "profile_for", lambda *args, **how: pytest.fail("it measured"))
     assert planned(2).plan == Plan(2)
 
@@ -222,36 +218,5 @@ def test_a_measurement_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -
         raise PlanError("worker 1 of the measurement exited with code -9: no output; set plan.replicas")
 
     monkeypatch.delenv("CARRYWAVE_PROFILE")
-    monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)
     monkeypatch.setattr(planning, "profile_for", fails)
     assert planned(2).plan == Plan(2)
-
-
-def hinted(workers: int = 1, plan: Any = "auto", **others: Any) -> tuple[str, ...]:
-    spec = parse({"model": {"hidden": 650}, "batch": {"lanes": 20, "steps": 35}, "train": {"precision": "fp32"}, "plan": plan})
-    facts = DataFacts(vocabulary=33278, sequences=1, steps=2 * 10**6, longest=2 * 10**6)
-    asked = PlanRequest(spec, Units.of(spec, facts), 2, False, workers, facts=facts, bf16=True)
-    return plan_run(ALONE, replace(asked, **others), lambda line: None).reasons
-
-
-def test_settings_that_would_be_much_faster_are_named_once(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARRYWAVE_PROFILE", "h200")
-    [line] = hinted()
-    assert line.startswith("this run would be much faster with train.precision=bf16 (about ")
-    assert " or batch.lanes=" in line
-    assert "bf16" not in "".join(hinted(bf16=False))  # the devices are not made for it
-    assert hinted(before=Plan()) == ()  # it goes on, and nothing of this can be changed
-    assert hinted(plan={"kernel": "aten"}) == ()  # timed with other kernels
-    use(machine())  # published figures advise nobody
-    assert hinted() == ()
-
-
-def test_a_shipped_profile_of_the_same_gpu_serves_where_none_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CARRYWAVE_PROFILE")
-    monkeypatch.setattr(planning, "known_profile", lambda units, device, workers: None)
-    monkeypatch.setattr(planning, "gpus", lambda: ["NVIDIA H200"])
-    on_gpu = World.alone(torch.device("cuda", 0))
-    assert [each.name for each in (planning._shipped_for(on_gpu),) if each is not None] == ["h200"]
-    assert planning._shipped_for(ALONE) is None
-    monkeypatch.setattr(planning, "gpus", lambda: ["NVIDIA A"])
-    assert planning._shipped_for(on_gpu) is None

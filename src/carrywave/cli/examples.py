@@ -64,10 +64,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def epilog(command: str | None) -> str | None:
-    """The examples of a command as the end of its help; None if it has none."""
-    examples = EXAMPLES.get(command or "")
-    if examples is None:
-        return None
-    lines = [line for words, purpose in examples for line in (f"  {words}", f"      {purpose}")]
+def epilog(command: str) -> str:
+    """The examples of a command as the end of its help."""
+    lines = [line for words, purpose in EXAMPLES[command] for line in (f"  {words}", f"      {purpose}")]
     return escape("\n".join(["Examples:", *lines]))

@@ -165,11 +165,9 @@ def end_as(ended: Ended) -> None:
 
 def _lack(error: Exception) -> str | None:
     """Explain what the machine lacks, and the remedy; None if it is something else."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" for {error.filename}" if error.filename else ""
-        return f"no space left on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR"
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return "too many open files; raise the limit (ulimit -n 1024) or close other programs"
+    if isinstance(error, OSError) and from_system(error) is ResourceError:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror or error}{where}; {remedy_for(error, '')}, then try again"
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return "no further thread can be started; raise the limit of processes (ulimit -u) or end other programs"
     if isinstance(error, ImportError) and "failed to map segment" in str(error):
@@ -178,9 +176,6 @@ def _lack(error: Exception) -> str | None:
         what = str(error).strip().partition(". ")[0].partition("\n")[0]
         remedy = "reduce model.hidden, batch.lanes, batch.steps or batch.tokens"
         return f"not enough memory ({what or type(error).__name__}); {remedy}"
-    if isinstance(error, OSError) and from_system(error) is ResourceError:
-        where = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror or error}{where}; {remedy_for(error, '')}, then try again"
     return None
 
 

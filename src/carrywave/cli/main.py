@@ -12,6 +12,7 @@ from carrywave import __version__
 from carrywave.cli.backtest import backtest
 from carrywave.cli.doctor import doctor
 from carrywave.cli.evaluate import evaluate
+from carrywave.cli.examples import epilog
 from carrywave.cli.exits import with_exit_codes
 from carrywave.cli.export import export
 from carrywave.cli.launch import launch
@@ -60,7 +61,7 @@ def schema(
 
 
 for command in (train, tune, plan, doctor, launch, export, backtest, report, evaluate, predict, schema):
-    app.command(cls=Command)(with_exit_codes(command))
+    app.command(cls=Command, epilog=epilog(command.__name__))(with_exit_codes(command))
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from carrywave.cli.examples import epilog
 from carrywave.data.files import cache
 from carrywave.data.files.remote import fetch, is_address
 from carrywave.errors import UserError
@@ -56,11 +55,7 @@ class _Flags:
 
 
 class Command(_Flags, TyperCommand):
-    """A command, whose help ends with its examples."""
-
-    def __init__(self, name: str | None, **options: Any) -> None:
-        super().__init__(name, **options)
-        self.epilog = self.epilog or epilog(name)
+    """A command."""
 
 
 class Group(_Flags, TyperGroup):

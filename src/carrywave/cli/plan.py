@@ -14,21 +14,16 @@ import typer
 from carrywave.cli.options import Device, DeviceOption, note, plain, spec_and_overrides
 from carrywave.errors import DataError, PlanError
 from carrywave.launch.hardware import cores, gpus
-from carrywave.measure.profiles import CROWDED, empty, profile_for
 from carrywave.plan import placement
-from carrywave.plan.cost.cluster import Cluster, Host
-from carrywave.plan.cost.profile import Profile
-from carrywave.plan.cost.shipped_profiles import LINKS, PROFILE, find_profile
-from carrywave.plan.cost.stage_costs import far_off
-from carrywave.plan.cost.units import BatchShape, Units
+from carrywave.plan.cluster import Cluster, Host
 from carrywave.plan.plan import Plan, check_sync, resolve
-from carrywave.plan.search.predictor import Predictor
-from carrywave.plan.search.scaling import MOST_DEVICES, scale
-from carrywave.plan.search.search import asked_for, describe, search
+from carrywave.plan.profile import LINKS, PROFILE, Profile, find_profile
+from carrywave.plan.scaling import MOST_DEVICES, scale
+from carrywave.plan.search import asked_for, describe, search
 from carrywave.plan.show.report import choice_object, scale_object, yaml_line
 from carrywave.plan.show.svg import Panel, draw
-from carrywave.plan.show.text import figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
-from carrywave.plan.show.what_if import balance_text, remedies
+from carrywave.plan.show.text import doubt_text, figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
+from carrywave.plan.units import BatchShape, Units
 from carrywave.runs import output_file
 from carrywave.spec.defaults import AUTO, suited, with_precision
 from carrywave.spec.facts import DataFacts, read_facts
@@ -36,6 +31,7 @@ from carrywave.spec.load import load
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.spec.yaml_text import parse_yaml
+from carrywave.train.start.machine import CROWDED, empty, profile_for
 
 THIS_MACHINE = "this machine"  # the profile of a cluster file that names none
 
@@ -77,9 +73,6 @@ def plan(
     units = Units.of(resolved, read_facts(facts) if facts is not None else _facts_of(resolved))
     offer = _Offer(units, named, device.value, devices)
     machines = offer.read(cluster) if cluster is not None else offer.uniform()
-    for line in {far_off(units, host.profile): None for host in machines.hosts}:
-        if line is not None:
-            note(line)
     if growth:
         _show_scale(units, machines, MOST_DEVICES if devices is None else devices, json_file)
     else:
@@ -201,12 +194,10 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
     if requested is not None:
         cluster.place(requested.replicas, requested.stages)  # fail before the search if the plan needs more workers than there are
     best = search(units, cluster, use_all=use_all)
-    tried = remedies(units, cluster, best, use_all=use_all)
-    predictor = Predictor(units, cluster)
-    choice = best if requested is None else asked_for(replace(requested, kernel="auto"), predictor, best)
+    choice = best if requested is None else asked_for(replace(requested, kernel="auto"), units, cluster, best)
     shown = choice.best
-    balance = balance_text(predictor, shown)
-    lines = [f"for {_model(spec, units)}; on {_machines(cluster)}", "", choice.why, *_sync(spec), "", stages_text(units, shown), ""]
+    lines = [f"for {_model(spec, units)}; on {_machines(cluster)}", "", choice.why, doubt_text(units, cluster), *_sync(spec), ""]
+    lines += [stages_text(units, shown), ""]
     lines += [
         _about(units, shown.plan),
         timeline_text(shown.timeline),
@@ -215,12 +206,6 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         "",
         "alternatives",
         rivals_text(choice),
-        "",
-    ]
-    lines += [
-        f"what would have to change to do better{_beside(requested)}",
-        *(f"- {each}" for each in tried),
-        *([f"- {balance}"] if balance else []),
         "",
     ]
     seated = _seats(cluster, shown.plan)
@@ -237,7 +222,7 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         panels = [Panel(f"{describe(each.plan)}: {each.speed}", each.timeline, stage_names(each, len(units))) for each in drawn]
         output_file.write(svg, draw(panels, _model(spec, units)))
     extra = {"asked": requested is not None, "workers": [asdict(seat) for seat in seated]}
-    _write(json_file, choice_object(units, choice, tried) | extra)
+    _write(json_file, choice_object(units, choice) | extra)
 
 
 def _seats(cluster: Cluster, plan: Plan) -> list[placement.Seat]:
@@ -257,7 +242,7 @@ def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | Non
     # Links from the cluster file override the profile's, whose measured all-reduce times then no longer apply.
     if cluster.within is not None or cluster.between is not None:
         within, between = cluster.within or profile.within, cluster.between or profile.between
-        profile, size = replace(profile, reductions=(), within=within, between=between), first.devices
+        profile, size = replace(profile, sums=None, within=within, between=between), first.devices
     growth = scale(units, replace(profile, devices_per_host=size), most)
     typer.echo(scale_text(growth))
     if growth.points[-1].devices * 2 <= most:
@@ -287,10 +272,6 @@ def _machines(cluster: Cluster) -> str:
         kinds[id(host.profile)] = kinds.get(id(host.profile), (0, host.profile))[0] + host.devices, host.profile
     parts = [f"{count} device{'s' if count > 1 else ''} of {profile.name} ({profile.source})" for count, profile in kinds.values()]
     return " and ".join(parts) + (f", {len(cluster.hosts)} hosts" if len(cluster.hosts) > 1 else "")
-
-
-def _beside(requested: Plan | None) -> str:
-    return "" if requested is None else ", besides the planner's choice"
 
 
 def _about(units: Units, plan: Plan) -> str:

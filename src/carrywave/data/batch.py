@@ -31,7 +31,7 @@ class Batch:
     """
 
     inputs: Tensor  # [T, B] int64 tokens, or [T, B, F] float32
-    targets: Tensor | None  # per step [T, B, …]; pooled [B, …], with resets at the last step of each sequence; None in prediction
+    targets: Tensor | None  # per step [T, B, …]; pooled [B, …]; None in prediction
     lengths: Tensor  # [B] int64, real steps of each lane in this window; 0 for an idle lane
     fresh: Tensor  # [B] bool, True if the lane starts a new sequence in this window
     lanes: Tensor  # [B] int64, global lane number
@@ -49,7 +49,6 @@ class Batch:
     history: Tensor | None = None  # [N - 1 + T, B, C] past values that a head reads: N up to each step; rows before the first repeat it
     resets: Tensor | None = None  # [T, B] bool, True where a lane starts a new sequence at a step; None: no lane does inside the window
     weights: Tensor | None = None  # of the targets: [T, B, …], the first of their dimensions, or [B]; None: all are 1
-    sequences: int | None = None  # with resets: the most sequences of a lane, or a bound of it; None: unknown
     linear: Tensor | None = None  # [B, answers + 1] what a linear part says of each lane, and how much the network weighs beside it
 
     @staticmethod
@@ -75,7 +74,7 @@ class Batch:
         default 0, 1, …; if `step` is omitted, the trainer counts. Lanes that continue must be where they were in the previous batch.
         A PackedSequence is unpacked, and its lanes are in the order in which they were before they were packed. `history` [N - 1 + T, B, C]
         holds past values for a head that reads the last N at every step. `resets` [T, B], true or false: a new sequence starts in the lane
-        with this step, from the initial carry; targets of a head that pools then are [T, B, …], one at the last step of each sequence.
+        with this step, from the initial carry; a head that pools reads each lane as one sequence, and takes none.
         `weights`, numbers from 0 on, [T, B] for targets per step or [B] for each lane: the loss of a target is multiplied by its weight,
         and a mean divided by the sum of all.
         """
@@ -94,7 +93,7 @@ class Batch:
             )
         lengths_B = _fitting(steps if lengths is None else lengths, "lengths", (count,), torch.int64, device)
         limits_B = None if lengths is None else lengths_B
-        real, begun, sequences, reading = steps * count, None, None, pooled
+        real, begun, reading = steps * count, None, pooled
         if limits_B is not None:
             # Overwrite padding, whatever it holds: NaN times a mask of zeros would still be NaN in a gradient.
             inputs = _masked(inputs, limits_B, 0)
@@ -104,15 +103,14 @@ class Batch:
         if resets is not None:
             resets = _masked(_fitting(resets, "resets", (steps, count), torch.bool, device), limits_B, False)
             begun = (count if begun is None else begun) + int(resets[1:].sum())
-            sequences = int(resets.sum(0).max()) + 1
         if targets is not None:
             targets = _tensor(targets, "targets").to(device)
             each_step, each_lane = targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
-            if pooled is None and resets is None and each_step != each_lane:
+            if pooled is None and each_step != each_lane:
                 reading = each_lane
             # [lane, time] is more likely a batch that was not transposed than one with as many numbers per lane as there are steps.
             guess = each_lane and not each_step and targets.shape[1:2] != (steps,)
-            by_lane = resets is None and (guess if pooled is None else pooled)
+            by_lane = guess if pooled is None else pooled
             if not (each_lane if by_lane else each_step):
                 raise UserError(
                     f"targets have shape {list(targets.shape)} for {steps} steps and {count} lanes; pass [{steps}, {count}, …] "
@@ -120,10 +118,8 @@ class Batch:
                 )
             targets = targets if targets.is_floating_point() else targets.to(torch.int64)
             targets = _masked(targets, limits_B, torch.nan if targets.is_floating_point() else IGNORED, by_lane=by_lane)
-            if pooled and resets is not None:
-                check_ends(targets, resets, lengths_B)
         if weights is not None:
-            weights = _weights(weights, targets, limits_B, (steps, count), by_lane=reading and resets is None)
+            weights = _weights(weights, targets, limits_B, (steps, count), by_lane=reading)
         numbers_B = torch.arange(count, device=device)
         lanes_B = numbers_B if lanes is None else _fitting(lanes, "lanes", (count,), torch.int64, device)
         return Batch(
@@ -144,7 +140,6 @@ class Batch:
             history=history,
             resets=resets,
             weights=weights,
-            sequences=sequences,
             unsure=pooled is None
             and resets is None
             and lengths is not None
@@ -187,7 +182,7 @@ class Batch:
         if (low, high) == (0, total):
             return self
         by_lane = {"lengths", "fresh", "lanes", "sequence", "offset", "linear"}
-        by_lane |= {"targets"} if pooled and self.resets is None else set()
+        by_lane |= {"targets"} if pooled else set()
         by_lane |= {"weights"} if self.weights is not None and self.weights.dim() == 1 else set()
         part = self.each_tensor(lambda name, tensor: tensor[low:high] if name in by_lane else tensor[:, low:high])
         # The number of real steps in a subset of lanes is not known on the host.
@@ -288,17 +283,3 @@ def _weights(weights: Any, targets: Tensor | None, lengths_B: Tensor | None, sha
     if not bool((floats.isfinite() & (floats >= 0)).all()):
         raise UserError("weights must be finite numbers from 0 on, and some are not; use 0 for a target that is not to be learned")
     return _masked(floats, lengths_B, 0.0, by_lane=floats.dim() == 1)
-
-
-def check_ends(targets: Tensor, resets_TB: Tensor, lengths_B: Tensor) -> None:
-    """Refuse targets of sequences, of which several lie in a lane, that are not at their last steps."""
-    present_TB = targets.isfinite() if targets.is_floating_point() else targets != IGNORED
-    present_TB = present_TB.flatten(2).any(2) if present_TB.dim() > 2 else present_TB
-    ends_TB = torch.arange(len(targets), device=targets.device)[:, None] == lengths_B - 1
-    ends_TB[:-1] |= resets_TB[1:]
-    if bool((present_TB & ~ends_TB).any()):
-        step, lane = (int(each) for each in (present_TB & ~ends_TB).nonzero()[0])
-        raise UserError(
-            f"a head that pools has one target for each sequence, at its last step, but there is one at step {step} of lane {lane}, before "
-            f"its end; set those of other steps to {'NaN' if targets.is_floating_point() else IGNORED}"
-        )

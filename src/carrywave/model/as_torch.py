@@ -9,7 +9,7 @@ Shapes: T time, B lane, I input, H hidden, P output width (the projection, or H)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 from torch.fx import Proxy
@@ -17,13 +17,11 @@ from torch.fx import Proxy
 from carrywave.kernels import torch_kernels
 from carrywave.kernels.carry import AnyCarries, changed
 from carrywave.kernels.weights import LayerWeights
-
-if TYPE_CHECKING:
-    from carrywave.model.arguments import GivenCarry
-    from carrywave.model.recurrent import Recurrent
+from carrywave.model.arguments import GivenCarry
+from carrywave.model.layer_stack import LayerStack
 
 
-def whole_stack(layers: Recurrent, x_TBI: Tensor, carry: GivenCarry | None, *, batched: bool) -> tuple[Tensor, Any] | None:
+def whole_stack(layers: LayerStack, x_TBI: Tensor, carry: GivenCarry | None, *, batched: bool) -> tuple[Tensor, Any] | None:
     """Outputs, and the carry in torch's form, by one call of torch's function; None where our kernels are faster or only they do what is
     asked, and for a carry that does not fit, which `split_carry` refuses.
     """
@@ -44,14 +42,14 @@ def whole_stack(layers: Recurrent, x_TBI: Tensor, carry: GivenCarry | None, *, b
     return y_TBO, layers.cell.carry(*ends) if len(ends) > 1 else ends[0]
 
 
-def beyond_torch(layers: Recurrent) -> bool:
+def beyond_torch(layers: LayerStack) -> bool:
     """True if layers do what torch's modules do not, or do otherwise, as keyed dropout."""
     dropped = layers.training and (layers.weight_drop or (layers.dropout and layers.num_layers > 1))
     more = layers.noisy or layers.layer_norm or layers.cell_norm or layers.num_heads > 1
     return bool(dropped or more or isinstance(layers.hidden_size, tuple))
 
 
-def _stacked(layers: Recurrent, carry: GivenCarry | None, x_TBI: Tensor, *, batched: bool) -> list[Tensor] | None:
+def _stacked(layers: LayerStack, carry: GivenCarry | None, x_TBI: Tensor, *, batched: bool) -> list[Tensor] | None:
     """A carry as [L·D, B, P] and so on, in the dtype of x; of zeros if none is given; None if it has another form, or does not fit."""
     rows, lanes = layers.num_layers * layers.directions, x_TBI.shape[1]
     widths = layers.cell.widths(layers.widths[0], layers.proj_size)
@@ -65,7 +63,7 @@ def _stacked(layers: Recurrent, carry: GivenCarry | None, x_TBI: Tensor, *, batc
     return parts if batched else [part[:, None] for part in parts]
 
 
-def as_cast(layers: Recurrent, y_TBO: Tensor, ends: AnyCarries, before: AnyCarries) -> tuple[Tensor, AnyCarries]:
+def as_cast(layers: LayerStack, y_TBO: Tensor, ends: AnyCarries, before: AnyCarries) -> tuple[Tensor, AnyCarries]:
     """Outputs and carries in the dtypes that torch's modules give them under autocast: all in the shorter one; but nn.GRU on the CPU, which
     autocast does not know there, in that of the carry before.
     """
@@ -76,7 +74,7 @@ def as_cast(layers: Recurrent, y_TBO: Tensor, ends: AnyCarries, before: AnyCarri
     return y_TBO.to(dtype), tuple(changed(end, lambda part: part.to(dtype)) for end in ends)
 
 
-def recorded(layers: Recurrent, x: Proxy, carry: Any, **named: Any) -> tuple[Tensor, Any]:
+def recorded(layers: LayerStack, x: Proxy, carry: Any, **named: Any) -> tuple[Tensor, Any]:
     """The call of layers as one node of the graph that torch.fx records, as a call of torch's own modules is."""
     tracer: Any = x.tracer
     node: Any = tracer.create_proxy("call_module", tracer.path_of_module(layers), (x, carry), named)

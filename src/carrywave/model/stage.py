@@ -22,9 +22,6 @@ from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.forecast import Forecast
-from carrywave.model.heads.pooled import Pooled
-from carrywave.model.heads.scoring import IGNORED
-from carrywave.model.over_time import segments
 from carrywave.model.over_time.front import shorter
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.sample_weights import check_weights, for_each_target
@@ -100,12 +97,9 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, Tensor, State]:
         """Run one chunk: return the input of the next stage or the head, the same before output dropout, and the new state."""
-        if self.lstm.bidirectional and chunk.start:
-            raise PlanError(f"bidirectional layers need whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
-        if self.has_front and chunk.start:
-            raise PlanError(f"the front needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
-        if self.whole_head and chunk.start:
-            raise PlanError(f"the head needs whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
+        if chunk.start and (self.lstm.bidirectional or self.has_front or self.whole_head):
+            who = "bidirectional layers need" if self.lstm.bidirectional else "the front needs" if self.has_front else "the head needs"
+            raise PlanError(f"{who} whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         if chunk.resets is not None:
             check_resets(self)
         with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole):
@@ -138,8 +132,7 @@ class Stage(nn.Module):
             self.audit(y)
         if not self.accumulates:
             return y, raw, State(carries, state.acc)
-        acc, ended = self._pool(y, state.acc, chunk)
-        return y, raw, State(carries, acc, ended=ended)
+        return y, raw, State(carries, self._pool(y, state.acc, chunk))
 
     def _check_encoded(self, x: Any, steps: int) -> None:
         """Refuse what a user's encoder gives the first layer in another form, which a kernel would report in terms of its own."""
@@ -165,9 +158,7 @@ class Stage(nn.Module):
         """Loss sum and count of the chunk; for a pooled head, of whole sequences, called once after the last chunk."""
         with self.scope(chunk):
             given = state.acc if self.accumulates else y
-            if state.ended is not None:
-                given, target = state.ended, self._by_sequence(target, chunk, torch.nan if target.is_floating_point() else IGNORED)
-            score = self.head.loss(given, self._cast_floats(target), *self._beside(y, chunk), **self._weights(target, state, chunk))
+            score = self.head.loss(given, self._cast_floats(target), *self._beside(y, chunk), **self._weights(target, chunk))
         scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
         if torch.is_grad_enabled() and y.requires_grad and not scored[0].requires_grad and bool(scored[1] > 0):
             raise UserError(
@@ -181,8 +172,6 @@ class Stage(nn.Module):
 
     def output(self, y: Tensor, state: State, chunk: Chunk) -> Any:
         """The head's result: per step, or per lane from the accumulator if the head is pooled."""
-        if state.ended is not None:
-            raise UserError("lanes with several sequences have no result for each lane; give each sequence a lane of its own")
         with self.scope(chunk):
             return self.head(state.acc if self.accumulates else y, *self._beside(y, chunk))
 
@@ -192,41 +181,23 @@ class Stage(nn.Module):
         """
         if not _scores_as_it_learns(self.head):
             return self.loss(y, state, target, chunk)
-        scored: Score = self.head.score(out, target, **self._weights(target, state, chunk))
+        scored: Score = self.head.score(out, target, **self._weights(target, chunk))
         return scored
 
-    def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """The accumulator of every lane after a chunk and, if lanes begin new sequences in it, those of all its sequences."""
+    def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[Tensor, ...]:
+        """The accumulator of every lane after a chunk."""
         if chunk.fresh is not None:
             acc = restart(acc, self.head.start(y.shape[1], acc[0].dtype, y.device), chunk.fresh)
-        if chunk.resets is not None:
-            ended, acc = self.head.pool_by_sequence(y, self._places(chunk), acc)
-            return acc, ended
         with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole, part="head"):
-            return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc)), None
+            return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc))
 
-    def _places(self, chunk: Chunk) -> segments.Places:
-        assert chunk.resets is not None
-        steps, lanes = chunk.resets.shape
-        most = steps + 1  # one was under way before the chunk, and others begin in it
-        count = most if chunk.sequences is None else min(most, chunk.sequences)
-        lengths = chunk.resets.new_full((lanes,), steps, dtype=torch.int64) if chunk.lengths is None else chunk.lengths
-        return segments.places_of(chunk.resets, lengths, count)
-
-    def _by_sequence(self, target: Tensor, chunk: Chunk, missing: float) -> Tensor:
-        """The targets of all sequences of a chunk, as `State.ended` has their accumulators: each is at the end of its sequence."""
-        return segments.at_ends(target, self._places(chunk), missing).flatten(0, 1)
-
-    def _weights(self, target: Tensor, state: State, chunk: Chunk) -> dict[str, Tensor]:
+    def _weights(self, target: Tensor, chunk: Chunk) -> dict[str, Tensor]:
         """The weights of the targets, by the name of the argument of a loss; none if all are 1."""
         if chunk.weights is None:
             return {}
-        by_lane = self.whole_head or (self.pooled and state.ended is None)
+        by_lane = self.whole_head or self.pooled
         check_weights(chunk.weights, self.head.loss, f"the head {type(self.head).__name__}", by_lane=by_lane)
-        weights = self._cast_floats(chunk.weights)
-        if state.ended is not None:
-            return {"weights": self._by_sequence(weights, chunk, 0.0)}
-        return {"weights": for_each_target(weights, target, pooled=by_lane)}
+        return {"weights": for_each_target(self._cast_floats(chunk.weights), target, pooled=by_lane)}
 
     def _beside(self, y: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """What the head reads beside the output of the last layer: lengths of whole sequences, past values [T, B, C, N], what a linear part
@@ -237,15 +208,11 @@ class Stage(nn.Module):
         lengths = (self._lengths(y, chunk),) if self.whole_head else ()
         if not self.past_steps:
             return lengths
-        if chunk.history is None:
+        rows = 0 if chunk.history is None else chunk.history.shape[0]
+        if chunk.history is None or rows != y.shape[0] + self.past_steps - 1:
             raise UserError(
-                f"the head reads the last {self.past_steps} values at every step, but the batch has none; pass Batch.of a history of shape "
-                f"[{self.past_steps - 1} + time, lane, column]"
-            )
-        if chunk.history.shape[0] != y.shape[0] + self.past_steps - 1:
-            raise UserError(
-                f"the head reads the last {self.past_steps} values at every step, but the history of the batch has "
-                f"{chunk.history.shape[0] - y.shape[0]} rows before its first step; pass {self.past_steps - 1} of them"
+                f"the head reads the last {self.past_steps} values at every step, but the history of the batch has {rows} rows; "
+                f"pass Batch.of [{self.past_steps - 1} + time, lane, column]"
             )
         return *lengths, self._cast_floats(chunk.history).unfold(0, self.past_steps, 1)
 
@@ -275,23 +242,11 @@ def check_resets(model: ModelParts | Stage) -> None:
     """Refuse resets where something reads over the sequences of a lane without knowing where they begin."""
     if model.has_front:
         raise UserError("resets start new sequences inside a lane, but the front reads over their edges; use a model without a front")
-    if model.whole_head or (model.pooled and not (isinstance(model.head, Pooled) and _is_ours(model.head))):
+    if model.whole_head or model.pooled:
         raise UserError(
-            f"resets start new sequences inside a lane, but the head {type(model.head).__name__} makes one result of each lane; use a lane "
-            "for each sequence, or a pooled head of carrywave without methods and hooks of your own"
+            f"resets start new sequences inside a lane, but the head {type(model.head).__name__} reads each lane as one; use one for each "
+            "sequence"
         )
-
-
-def _is_ours(head: nn.Module) -> bool:
-    """True if nothing in a head's class, in the head itself or in a hook replaces or follows what a class of ours defines."""
-    classes = type(head).__mro__
-    defined = {name for each in classes if each.__module__.startswith("carrywave.") for name in vars(each) if not name.startswith("__")}
-    user_classes = [each for each in classes if not each.__module__.startswith(("carrywave.", "torch.", "builtins"))]
-    return (
-        not defined & {*vars(head), *(name for each in user_classes for name in vars(each))}
-        and not head._forward_hooks
-        and not head._forward_pre_hooks
-    )
 
 
 def _scores_as_it_learns(head: nn.Module) -> bool:

@@ -19,7 +19,6 @@ class State(NamedTuple):
     carries: AnyCarries
     acc: Any = None
     tail: Tensor | None = None
-    ended: Any = None  # of a chunk in which lanes begin new sequences: the accumulators of all of them, for their loss; not passed on
 
     def detach(self) -> State:
         """The same values without history: where back-propagation through time is truncated."""
@@ -55,5 +54,4 @@ class Chunk:
     history: Tensor | None = None  # [N - 1 + T, B, C] past values for a head that reads N up to each step
     resets: Tensor | None = None  # [T, B] bool, steps with which a lane starts a new sequence; None: none of this chunk's
     weights: Tensor | None = None  # of the targets of this chunk: [B], or [T, B, …]; None: all are 1
-    sequences: int | None = None  # the most sequences of a lane in the window, known on the host; None: unknown
     linear: Tensor | None = None  # [B, answers + 1] what a linear part says of each lane, and how much the network weighs beside it

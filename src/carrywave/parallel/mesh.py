@@ -30,10 +30,9 @@ from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
 from carrywave.parallel.sums.host_sums import HostSum
 from carrywave.parallel.world import World, all_gather_text
-from carrywave.plan.cost.profile import Transport
-from carrywave.plan.cost.transports import BY_BACKEND, DEVICE_MEMORY
 from carrywave.plan.placement import Seat, arrange, seats
 from carrywave.plan.plan import Plan
+from carrywave.plan.profile import BY_BACKEND, DEVICE_MEMORY, Transport
 from carrywave.plan.schedule.messages import Channel, Pair, channels_of, pairs_of
 
 ALL = "all"  # the use of the world's own group

@@ -76,6 +76,10 @@ class Plan:
             )
         return edges
 
+    def span(self, stage: int, units: int) -> tuple[int, int]:
+        """The units of a stage: the first, and the end (exclusive)."""
+        return self.edges(units)[stage], self.edges(units)[stage + 1]
+
 
 def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, pooled: bool = False, whole: bool = False) -> Plan:
     """The plan that a spec asks for, validated against the model, the number of workers and (for streams) the lanes.

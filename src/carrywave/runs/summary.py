@@ -15,14 +15,13 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.over_time.front import Front
 from carrywave.parallel.mesh import Mesh
-from carrywave.plan.cost.footprint import largest_stage
-from carrywave.plan.cost.transports import Transports
-from carrywave.plan.cost.units import Units
+from carrywave.plan.memory import largest_stage, say
 from carrywave.plan.placement import Seat, describe
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import show, wavefront
-from carrywave.plan.search.partition import say
-from carrywave.plan.search.search import describe as plan_in_words
+from carrywave.plan.search import describe as plan_in_words
+from carrywave.plan.transports import Transports
+from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import TrainSpec

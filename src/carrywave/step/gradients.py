@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
-from carrywave.plan.cost.link_memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
+from carrywave.plan.memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from carrywave.step.norms import by_dtype, norm_of_each
 
 Flags = tuple[bool, ...]  # one for each trained parameter

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, leave, raise_on_all
-from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync
+from carrywave.plan.units import Units
 from carrywave.runs import history
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.display import watcher_of_call
@@ -64,6 +65,7 @@ from carrywave.train.start.initial_model import Own, begin_from, drawn_model, ow
 from carrywave.train.start.linear_start import linear_part
 from carrywave.train.start.planning import PlanRequest, check_workers, plan_run
 from carrywave.train.start.run_start import Start, begin, noted, prepare_in_turn, spec_of_call, with_whole_spans
+from carrywave.train.start.timing import step_seconds
 
 
 def train(
@@ -246,8 +248,8 @@ def _train(
     layers = spec.model.layers if built is None else built.lstm.num_layers if isinstance(built, Model) else 0
     pooled = spec.pooled if built is None else built.pooled
     whole = spec.reads_whole if built is None else isinstance(built, Model) and built.whole_head
-    request = PlanRequest(spec, units, layers, pooled, workers, start.before, prepared.facts, not unfit, whole)
-    planned = plan_run(world, request, watch.say)
+    steps = None if dry_run else partial(step_seconds, task=task, part=parts.train, order=order_for(spec, parts.train.view, training=True))
+    planned = plan_run(world, PlanRequest(spec, units, layers, pooled, workers, start.before, whole, steps), watch.say)
     plan = planned.plan
     with raise_on_all(world):
         check_sync(plan, spec.train.sync)

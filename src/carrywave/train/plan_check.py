@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from carrywave.parallel.world import all_gather_json
-from carrywave.plan.cost.simulation import TaskSpan
+from carrywave.plan.predict import Prediction
 from carrywave.plan.schedule.schedule import StageTask
-from carrywave.plan.search.predictor import Prediction
 from carrywave.plan.show.text import stage_names
+from carrywave.plan.simulation import TaskSpan
 from carrywave.step.passes.task_clock import TaskClock
 from carrywave.step.trainer import Trainer
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels.deferred_gradients import linear
 from carrywave.model.heads.scoring import check_loss, class_weights, count_of, keyword, numbers, score_classes, score_labels, score_numbers
-from carrywave.model.over_time import pooling, segments
+from carrywave.model.over_time import pooling
 
 Accumulator = tuple[Tensor, Tensor]  # (what was seen of each lane [B, R], as `pooling` keeps it; steps so far [B] int64)
 
@@ -51,18 +51,6 @@ class Pooled(nn.Module):
         y_TBW = y_TBW.to(seen_BR.dtype)
         seen_BR = pooling.add(self.pooling, y_TBW, lengths_B, seen_BR, count_B, two_ways=self.bidirectional, query_W=self.query)
         return seen_BR, count_B + lengths_B
-
-    def pool_by_sequence(self, y_TBW: Tensor, at: segments.Places, acc: Accumulator) -> tuple[Accumulator, Accumulator]:
-        """After a chunk in which lanes begin new sequences: the accumulators of all of them, place by place, and that of the sequence that
-        each lane has come to.
-        """
-        seen_BR, count_B = acc
-        y_TBW = y_TBW.to(seen_BR.dtype)
-        seen_KBR = segments.add(self.pooling, y_TBW, at, seen_BR, count_B, two_ways=self.bidirectional, query_W=self.query)
-        count_KB = torch.cat((at.count_KB[:1] + count_B, at.count_KB[1:]))
-        current_1B = at.current_B[None]
-        seen_1BR = seen_KBR.gather(0, current_1B[..., None].expand(1, *seen_BR.shape))
-        return (seen_KBR.flatten(0, 1), count_KB.flatten()), (seen_1BR[0], count_KB.gather(0, current_1B)[0])
 
     def over_steps(self, acc: Accumulator) -> Tensor:
         """What was pooled of each lane."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from carrywave.parallel.memory.symmetric import GrowingMemory, SharedMemory, padded, write
 from carrywave.parallel.sums.group_sums import added_up
-from carrywave.plan.cost.link_memory import SUMS_LEAST_BYTES
+from carrywave.plan.memory import SUMS_LEAST_BYTES
 
 SMALL = 1 << 13  # numbers that are not worth a second round
 _ARRIVED, _READ = 0, 1  # barriers: numbers have arrived; they have been read

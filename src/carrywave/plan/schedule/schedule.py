@@ -266,10 +266,13 @@ def start_times(
     schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD, weights: float = WEIGHTS
 ) -> dict[StageTask, float]:
     """Start time of each task, given durations as in `durations` and free messages; rejects a schedule that would deadlock."""
-    return _start_times(schedule, durations(schedule, forward=forward, backward=backward, head=head, weights=weights))
+    return start_times_of(schedule, durations(schedule, forward=forward, backward=backward, head=head, weights=weights))
 
 
-def _start_times(schedule: Schedule, seconds: Callable[[StageTask], float]) -> dict[StageTask, float]:
+def start_times_of(
+    schedule: Schedule, seconds: Callable[[StageTask], float], message: Callable[[StageTask], float] = lambda task: 0.0
+) -> dict[StageTask, float]:
+    """Start time of each task, given what tasks take, and what the output of each takes to another stage."""
     check(schedule)
     ends: dict[StageTask, float] = {}
     moments: dict[StageTask, float] = {}
@@ -284,7 +287,7 @@ def _start_times(schedule: Schedule, seconds: Callable[[StageTask], float]) -> d
                 before = needs(task, schedule)
                 if any(need not in ends for need in before):
                     break
-                moments[task] = max([ready[stage], *(ends[need] for need in before)])
+                moments[task] = max([ready[stage], *(ends[need] + (message(need) if need.stage != stage else 0.0) for need in before)])
                 ready[stage] = ends[task] = moments[task] + seconds(task)
                 nexts[stage] += 1
                 moved = True
@@ -305,7 +308,7 @@ def bubble(
 ) -> float:
     """The fraction of the stages' time spent idle, given durations as in `durations` and free messages."""
     seconds = durations(schedule, forward=forward, backward=backward, head=head, weights=weights)
-    moments = _start_times(schedule, seconds)
+    moments = start_times_of(schedule, seconds)
     end = max(moment + seconds(task) for task, moment in moments.items())
     return 1 - sum(map(seconds, moments)) / (end * len(schedule.stages))
 
@@ -324,7 +327,7 @@ def _letters(part: int) -> str:
 
 def show(schedule: Schedule) -> str:
     """The schedule as a picture, one row per stage."""
-    moments = {task: int(moment) for task, moment in _start_times(schedule, lambda task: 1).items()}
+    moments = {task: int(moment) for task, moment in start_times_of(schedule, lambda task: 1).items()}
     width = max(len(name(task, schedule)) for task in moments)
     end = max(moments.values()) + 1
     rows = []

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
-from carrywave.plan.search.predictor import Prediction
-from carrywave.plan.search.scaling import Scale
-from carrywave.plan.search.search import PlanChoice, describe
+from carrywave.plan.predict import Prediction
+from carrywave.plan.scaling import Scale
+from carrywave.plan.search import PlanChoice, describe
 from carrywave.plan.show.text import scale_sentence, stage_names
-from carrywave.plan.show.what_if import Remedy
+from carrywave.plan.units import Units
 
 
 def section(plan: Plan, units: Units) -> dict[str, Any]:
@@ -37,7 +35,7 @@ def yaml_line(plan: Plan, units: Units) -> str:
     return f"plan: {{{', '.join(parts)}}}"
 
 
-def choice_object(units: Units, choice: PlanChoice, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
+def choice_object(units: Units, choice: PlanChoice) -> dict[str, Any]:
     """Everything that is printed about a choice."""
     return {
         "choice": describe(choice.best.plan),
@@ -60,16 +58,6 @@ def choice_object(units: Units, choice: PlanChoice, remedies: Sequence[Remedy] =
                 **({} if rival.prediction is None else _figures(rival.prediction)),
             }
             for rival in choice.rivals
-        ],
-        "better": [
-            {
-                "change": each.change,
-                "note": each.note,
-                "gain": each.gain,
-                "plan": section(each.prediction.plan, units),
-                **_figures(each.prediction),
-            }
-            for each in remedies
         ],
     }
 

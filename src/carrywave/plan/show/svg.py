@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from carrywave.plan.cost.simulation import TaskSpan, Timeline
 from carrywave.plan.show import drawing
 from carrywave.plan.show.text import MOST_TICKS, seconds_text
+from carrywave.plan.simulation import TaskSpan, Timeline
 
 WIDTH = 1000
 ROW, GAP, MARGIN, HEAD = 22, 4, 14, 30  # pixels: height of a row, between rows, around everything, height of a title line

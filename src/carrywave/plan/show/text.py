@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from carrywave.plan.cost.simulation import TaskSpan, Timeline
-from carrywave.plan.cost.units import Units
-from carrywave.plan.search.partition import say
-from carrywave.plan.search.predictor import Prediction
-from carrywave.plan.search.scaling import Scale
-from carrywave.plan.search.search import GAIN_PER_DOUBLING, PlanChoice, describe
+from carrywave.plan.cluster import Cluster
+from carrywave.plan.memory import say
+from carrywave.plan.predict import Prediction
+from carrywave.plan.scaling import Scale
+from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe
 from carrywave.plan.show.drawing import ticks
+from carrywave.plan.simulation import TaskSpan, Timeline
+from carrywave.plan.units import Units, unit_names
 
 MOST_TICKS = 8  # on an axis of time
 COLUMNS = 100  # width of a picture, not counting the names of its rows
@@ -26,14 +27,6 @@ _LEGEND = {
     "reduce": "+ gradients summed over workers",
     "update": "u update",
 }
-
-
-def unit_names(units: int, first: int, last: int) -> str:
-    """Describe units [first, last) of `units`: `encoder, layers 1-3`."""
-    head = units - 1
-    low, high = max(first, 1), min(last, head)
-    layers = [] if high <= low else [f"layer {low}"] if high - low == 1 else [f"layers {low}-{high - 1}"]
-    return ", ".join(["encoder"] * (first == 0) + layers + ["head"] * (last > head))
 
 
 def stage_names(prediction: Prediction, units: int) -> list[str]:
@@ -141,6 +134,13 @@ def figures_text(choice: PlanChoice) -> str:
             f"which takes {seconds_text(choice.serial.seconds)} per step"
         )
     return "\n".join(lines)
+
+
+def doubt_text(units: Units, cluster: Cluster) -> str:
+    """How far the figures may be off."""
+    error = max(host.profile.error(units.precision) for host in cluster.hosts)
+    known = f"to within about {error:.0%}, as nine of ten timed layers were" if error else "from figures whose error is not known"
+    return f"All times are predicted, {known}; where workers train, a few real steps of the best plans decide."
 
 
 def rivals_text(choice: PlanChoice) -> str:

@@ -32,7 +32,7 @@ from carrywave.errors import RunError, UserError, from_system, option, remedy_fo
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import World, all_gather_json, from_rank_0, raise_on_all
-from carrywave.plan.search.partition import say
+from carrywave.plan.memory import say
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.folder_visibility import FolderVisibility, visible
 from carrywave.runs.checkpoint.manifest import File, Manifest

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from carrywave.data.batch import Batch, check_ends
+from carrywave.data.batch import Batch
 from carrywave.errors import SpecError, UserError
 from carrywave.model.arguments import check_shapes
 from carrywave.model.encoders import Embedding, Numbers
@@ -188,8 +188,6 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
                 name = type(model.module).__name__
                 raise UserError(f"the batch has resets, which a module such as {name} does not know; use cw.Model(encoder, lstm, head)")
             check_resets(model)
-            if model.pooled and batch.part_of is None and batch.targets is not None and not batch.targets.is_cuda:
-                check_ends(batch.targets, batch.resets, batch.lengths)
         if batch.weights is not None:
             _check_weights(batch, batch.weights, model)
         if batch.unsure and model.pooled:

@@ -212,7 +212,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 def _shape(batch: Batch) -> tuple[object, ...]:
     """The properties of a batch that a graph depends on. Whether any step is padding selects the code path; how many are does not."""
     full = batch.real == batch.steps * batch.lanes.shape[0]
-    return (full, batch.idle, batch.sequences, *((name, tuple(tensor.shape), tensor.dtype) for name, tensor in _named(batch)))
+    return (full, batch.idle, *((name, tuple(tensor.shape), tensor.dtype) for name, tensor in _named(batch)))
 
 
 def _shapes(tensors: Sequence[Tensor] | None) -> tuple[object, ...]:

@@ -63,7 +63,6 @@ class Chunks:
             None if batch.history is None else batch.history[first : end + batch.history.shape[0] - steps],
             None if batch.resets is None else batch.resets[first:end],
             batch.weights if batch.weights is None or batch.weights.dim() == 1 else batch.weights[first:end],
-            batch.sequences,
             batch.linear,
         )
 

@@ -1,7 +1,6 @@
-"""Chooses the plan (`plan: auto`): rank 0 reads or measures a profile, searches, and tells the others; a resumed run keeps its plan.
+"""Chooses the plan (`plan: auto`): a search ranks, and where the workers are here, a few real steps of the best plans decide.
 
-A plan given by the user is used as it is. If a profile is known the step time is predicted either way, so that the log can compare it with
-the measured one.
+A plan given by the user is used as it is, and a resumed run keeps its plan.
 """
 
 from __future__ import annotations
@@ -11,32 +10,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from carrywave.data.prepare import prepare
 from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.launch import launch_record
 from carrywave.launch.hardware import gpus, made_for_bf16
-from carrywave.measure.profiles import known_profile, profile_for
+from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.launcher_env import launched
-from carrywave.parallel.world import World, from_rank_0
-from carrywave.plan.cost.cluster import Cluster, Host
-from carrywave.plan.cost.profile import Profile
-from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile, shipped
-from carrywave.plan.cost.shipped_profiles import names as shipped_names
-from carrywave.plan.cost.transports import BY_BACKEND
-from carrywave.plan.cost.units import Units
+from carrywave.parallel.world import World, all_gather_json, from_rank_0
+from carrywave.plan.cluster import Cluster, Host
 from carrywave.plan.plan import Plan, fewer, resolve
-from carrywave.plan.search.predictor import Prediction, Predictor
-from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search
-from carrywave.plan.show.hints import Hint, hint_lines, one_device, other_settings
+from carrywave.plan.predict import Prediction, Predictor
+from carrywave.plan.profile import BY_BACKEND, PROFILE, Profile, find_profile, named_profile, shipped, with_transport
+from carrywave.plan.profile import names as shipped_names
+from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe, search, to_try
+from carrywave.plan.units import Units
 from carrywave.runs.run import Run
 from carrywave.spec.defaults import suited, with_precision
-from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import with_new_names
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
+from carrywave.train.start import timing
+from carrywave.train.start.machine import calls_of, empty, extended, job_of, profile_for, threads
 
 Say = Callable[[str], None]
+StepSeconds = Callable[[Mesh], float]  # what a real step takes on a mesh; collective over its workers
 NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise
 
 
@@ -46,7 +46,6 @@ class Planned:
 
     plan: Plan
     prediction: Prediction | None
-    predicted: bool  # True if rank 0 has a prediction
     reasons: tuple[str, ...] = ()  # why it was chosen
 
 
@@ -60,125 +59,134 @@ class PlanRequest:
     pooled: bool
     workers: int
     before: Plan | None = None  # the run's plan so far
-    facts: DataFacts | None = None
-    bf16: bool = False  # all devices are made for it
     whole_head: bool = False  # it reads whole sequences
+    step_seconds: StepSeconds | None = None  # None: the workers are not here, as in a dry run
 
 
 def plan_run(world: World, request: PlanRequest, say: Say) -> Planned:
     """The plan that all workers follow. Collective: every rank must call it."""
-    prediction: Prediction | None = None
-
-    def choose() -> list[Any]:
-        nonlocal prediction
-        plan, prediction, reasons = _plan(world, request, say)
-        return [asdict(plan), prediction is not None, reasons + _hints(world, request, plan, advised=len(reasons) > 1)]
-
-    values, predicted, reasons = from_rank_0(world, choose, no_timeout=True)
-    return Planned(_of_json(values), prediction, predicted, tuple(reasons))
-
-
-def _plan(world: World, request: PlanRequest, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
-    spec, workers, units = request.spec, request.workers, request.units
-    # Where replicas do not exchange at every step there is nothing to choose, because their number changes the result.
-    auto = spec.plans_itself and spec.train.sync == "step"
-    if auto and request.before is not None and request.before.workers == workers:
-        plan = request.before  # a resumed run continues bit for bit
-    elif auto and units is not None and workers > 1:
-        try:
-            return _chosen(world, units, request, say)
-        except UserError as error:  # training works without a chosen plan
-            say(f"no plan could be chosen, so every worker is a replica: {error}")
-            plan = _resolved(request)
-    else:
-        plan = _resolved(request)
-    profile = None if units is None else _available_profile(world, units, workers)
-    return plan, None if units is None or profile is None else _predicted(units, world, plan, profile), []
+    given = from_rank_0(world, lambda: None if _decides(request) else asdict(_given(request)))
+    if given is not None:
+        plan = _of_json(given)
+        return Planned(plan, _predicted(world, request, plan))
+    assert request.units is not None
+    try:
+        return _chosen(world, request, request.units, say)
+    except UserError as error:  # the same on all workers; training works without a chosen plan
+        say(f"no plan could be chosen, so every worker is a replica: {error}")
+        return Planned(_given(request), None)
 
 
-def _chosen(world: World, units: Units, request: PlanRequest, say: Say) -> tuple[Plan, Prediction, list[str]]:
-    """Search for the best plan that uses all workers."""
-    here, kind = _here(world, request.workers), world.device.type
-    profile = _available_profile(world, units, request.workers)
-    if profile is None:
-        if launch_record.with_fewer():
-            raise PlanError("this machine was not measured with fewer workers, and cannot be while one is failing; start the run again")
-        profile = profile_for(units, device=kind, devices=here, note=say)
-    choice = search(units, _cluster(world, request.workers, profile), use_all=True)
-    plan = replace(choice.best.plan, kernel=request.spec.plan_spec.kernel)
-    by = f" (using profile {profile.name})" if PROFILE in os.environ else ""
-    return plan, choice.best, [f"chosen: {choice.why}{by}", *_advice(choice.serial, choice.best)]
+def _decides(request: PlanRequest) -> bool:
+    """True if there is a choice. Where replicas do not exchange at every step, their number changes the result, so that every worker is
+    one; a run that goes on with as many workers keeps its plan, and continues bit for bit; with a worker broken nothing is timed.
+    """
+    spec, before = request.spec, request.before
+    kept = before is not None and before.workers == request.workers
+    known = request.units is not None and request.workers > 1 and not launch_record.with_fewer()
+    return spec.plans_itself and spec.train.sync == "step" and known and not kept
 
 
-def _resolved(request: PlanRequest) -> Plan:
-    """The plan that the spec asks for; replicas, if it asks for none."""
-    spec = request.spec
+def _given(request: PlanRequest) -> Plan:
+    """The plan that needs no choice: the run's so far, what the spec asks for, or replicas."""
+    spec, before = request.spec, request.before
+    if spec.plans_itself and spec.train.sync == "step" and before is not None and before.workers == request.workers:
+        return before
     plan_spec = fewer(spec.plan_spec, request.workers) if launch_record.with_fewer() else spec.plan_spec
-    lanes = spec.lanes if spec.streams else None
     return resolve(
         plan_spec,
         layers=request.layers,
         workers=request.workers,
-        lanes=lanes,
+        lanes=spec.lanes if spec.streams else None,
         pooled=request.pooled,
         whole=request.whole_head or spec.reads_whole,
     )
 
 
-def _available_profile(world: World, units: Units, workers: int) -> Profile | None:
-    """A profile that is available without measuring."""
-    return _named() or known_profile(units, device=world.device.type, workers=_here(world, workers))
+def _chosen(world: World, request: PlanRequest, units: Units, say: Say) -> Planned:
+    """The best plan that uses all workers: as a named profile predicts, or, where they are all here, as real steps decide. Collective."""
+    named, profile = _profile(world, request, units, say)
+    cluster = _cluster(world, request.workers, profile)
+    choice: PlanChoice | None = None
+
+    def ranked() -> list[Any]:
+        nonlocal choice
+        choice = search(units, cluster, use_all=True)
+        return [asdict(plan) for plan in to_try(choice)]
+
+    plans = [_of_json(values) for values in from_rank_0(world, ranked)]
+    kernel = request.spec.plan_spec.kernel
+    if named or request.step_seconds is None or world.size == 1:
+        serial = None if choice is None or choice.serial is None else choice.serial.seconds
+        best, seconds = plans[0], 0.0 if choice is None else choice.best.seconds
+        why = f"{describe(best)}: the fastest, as predicted from profile {profile.name}{_doubt(profile, units)}"
+    else:
+        took = [request.step_seconds(Mesh(world, replace(plan, kernel=kernel))) for plan in plans]
+        serial = from_rank_0(world, lambda: _alone(world, units, cluster, request.step_seconds), no_timeout=True)
+        seconds, best = min(zip(took, plans, strict=True), key=lambda pair: pair[0])
+        others = [f"{describe(plan)} {_say_ms(each)}" for each, plan in zip(took, plans, strict=True) if plan is not best]
+        than = f", against {', '.join(others)}" if others else ""
+        why = f"{describe(best)}: {_say_ms(seconds)} a step, measured{than}"
+    plan = replace(best, kernel=kernel)
+    prediction = None if choice is None else Predictor(units, cluster).predict(plan)
+    return Planned(plan, prediction, (f"chosen: {why}", *_advice(serial, seconds, best)))
 
 
-def _predicted(units: Units, world: World, plan: Plan, profile: Profile) -> Prediction | None:
-    """The prediction for a plan that was not chosen by it; None if the profile lacks samples of its kinds of work."""
+def _profile(world: World, request: PlanRequest, units: Units, say: Say) -> tuple[bool, Profile]:
+    """The profile that the environment names, if it does; or this machine's, timed by the workers of the run, or by processes if they are
+    not here.
+    """
+    named = from_rank_0(world, lambda: os.environ.get(PROFILE))
+    if named:
+        return True, find_profile(named)
+    kind = world.device.type
+    if world.size == 1:
+        return False, profile_for(units, device=kind, devices=request.workers, note=say)
+    job = job_of(calls_of(units, world.local_size), units.precision, kind)
+    rows = all_gather_json(world, list(timing.work(world, job)))
+    return False, extended(empty(kind), rows, units.precision)
+
+
+def _alone(world: World, units: Units, cluster: Cluster, step_seconds: StepSeconds | None) -> float | None:
+    """What a step takes on one device with all threads of its host; None if it cannot hold the model."""
+    if step_seconds is None or not Predictor(units, cluster).fits(Plan.serial()):
+        return None
+    before = torch.get_num_threads()
+    if world.device.type == "cpu":
+        torch.set_num_threads(threads(1))
     try:
-        return Predictor(units, _cluster(world, plan.workers, profile)).predict(plan)
+        return step_seconds(Mesh.alone(world.device))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _advice(serial: float | None, seconds: float, best: Plan) -> list[str]:
+    """A note that one device would be about as fast, if it would."""
+    if serial is None or serial * (1 - GAIN_PER_DOUBLING) > seconds:
+        return []
+    how = "faster than" if serial < NEAR * seconds else "about as fast as"
+    times = f"{_say_ms(serial)} per step instead of {_say_ms(seconds)}"
+    return [f"one device would be {how} {describe(best)}: {times}; use {option('devices', 1)}"]
+
+
+def _doubt(profile: Profile, units: Units) -> str:
+    error = profile.error(units.precision)
+    return f", to within about {error:.0%}" if error else ""
+
+
+def _say_ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _predicted(world: World, request: PlanRequest, plan: Plan) -> Prediction | None:
+    """The prediction for a plan that was not chosen by it, from a named profile; None without one, or if it lacks figures."""
+    if request.units is None or world.rank or PROFILE not in os.environ:
+        return None
+    try:
+        profile = named_profile()
+        return None if profile is None else Predictor(request.units, _cluster(world, plan.workers, profile)).predict(plan)
     except PlanError:
         return None
-
-
-def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
-    """A note that one device would be about as fast, if it would."""
-    if serial is None or serial.seconds * (1 - GAIN_PER_DOUBLING) > best.seconds:
-        return []
-    how = "faster than" if serial.seconds < NEAR * best.seconds else "about as fast as"
-    return [
-        f"one device would be {how} {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms per step instead of {1e3 * best.seconds:.3g} ms, "
-        f"according to the measurements; use {option('devices', 1)}"
-    ]
-
-
-def _hints(world: World, request: PlanRequest, plan: Plan, *, advised: bool) -> list[str]:
-    """A line about settings that would be much faster; none if the run goes on, because they cannot be changed then.
-
-    `advised`: one device was compared already.
-    """
-    spec, units = request.spec, request.units
-    by_hand = spec.plan_spec.kernel != "auto" or "CARRYWAVE_KERNEL" in os.environ  # the figures are those of other kernels
-    if units is None or request.before is not None or launch_record.attempt() or by_hand or spec.train.sync != "step":
-        return []
-    profile = _measured(_available_profile(world, units, request.workers))
-    of_model = profile if PROFILE in os.environ else _measured(_shipped_for(world)) or profile
-    hints: list[Hint] = []
-    if of_model is not None:
-        hints += other_settings(
-            spec, request.facts or DataFacts(), units, _cluster(world, request.workers, of_model), plan, bf16=request.bf16
-        )
-    if profile is not None and not advised:  # the links of this machine matter here, and a shipped profile does not know them
-        hints += one_device(units, _cluster(world, request.workers, profile), plan)
-    return hint_lines(hints)
-
-
-def _measured(profile: Profile | None) -> Profile | None:
-    """The profile if its figures were measured: published ones are too rough to advise anyone."""
-    return profile if profile is not None and profile.source == "measured" else None
-
-
-def _shipped_for(world: World) -> Profile | None:
-    """The profile that ships for GPUs like this worker's."""
-    names = gpus() if world.device.type == "cuda" else []
-    return next((each for each in map(shipped, shipped_names()) if names and each.hardware == f"1 x {names[0]}"), None)
 
 
 def plan_before(folder: Run) -> Plan | None:
@@ -207,20 +215,24 @@ def _of_json(values: Mapping[str, Any]) -> Plan:
 
 
 def best_number(spec: Spec, device: str, say: Say) -> int | None:
-    """How many of this machine's GPUs to use if the user leaves that open: as many as pay off. None: it is not ours to decide."""
-    count = 0 if device == "cpu" else len(gpus())
-    if count < 2 or not spec.plans_itself or spec.data.train is None or launched():
+    """How many of this machine's GPUs to use if the user leaves that open: as many as pay off by the profile that is named or ships for
+    such GPUs, and all of them without one: the run says if one would be as fast. None: it is not ours to decide.
+    """
+    names = [] if device == "cpu" else gpus()
+    if len(names) < 2 or not spec.plans_itself or spec.data.train is None or launched():
         return None
     spec = with_precision(spec, suited(made_for_bf16=made_for_bf16(device)))
-    units = Units.of(spec, prepare(spec, note=say).facts)
     try:
-        profile = _named() or profile_for(units, device="cuda", devices=count, note=say)
-        choice = search(units, Cluster.uniform(replace(profile, devices_per_host=count), count))
-    except UserError as error:
-        say(f"using all {count} GPUs: their benefit could not be estimated ({error})")
+        profile = named_profile() or next((each for each in map(shipped, shipped_names()) if each.hardware == f"1 x {names[0]}"), None)
+        if profile is None:
+            return len(names)
+        units = Units.of(spec, prepare(spec, note=say).facts)
+        choice = search(units, Cluster.uniform(replace(profile, devices_per_host=len(names)), len(names)))
+    except PlanError as error:
+        say(f"using all {len(names)} GPUs: their benefit could not be estimated ({error})")
         return None
-    if choice.best.plan.workers < count:
-        say(f"{choice.why}; pass {option('devices', count)} to use all of them")
+    if choice.best.plan.workers < len(names):
+        say(f"{choice.why}; pass {option('devices', len(names))} to use all of them")
     return choice.best.plan.workers
 
 
@@ -233,26 +245,15 @@ def check_workers(plan: PlanSpec, devices: int) -> None:
         )
 
 
-def _named() -> Profile | None:
-    name = os.environ.get(PROFILE)
-    return find_profile(name) if name else None
-
-
 def _here(world: World, workers: int) -> int:
     """Workers per host."""
     return min(workers, world.local_size) if world.size > 1 else workers
 
 
-def _with_set_transport(profile: Profile) -> Profile:
-    """The profile with the transport that the environment asks for: over gloo, stages are not recorded."""
-    transport = BY_BACKEND.get(os.environ.get(TRANSPORT, ""))
-    if transport is not None and profile.within.transport != transport:
-        profile = replace(profile, within=replace(profile.within, transport=transport))
-    return profile
-
-
 def _cluster(world: World, workers: int, profile: Profile) -> Cluster:
     """The hosts of a run: as many as its workers need, each with as many workers as this one; the last may have fewer."""
-    here, profile = _here(world, workers), _with_set_transport(profile)
+    here = _here(world, workers)
+    if (transport := BY_BACKEND.get(os.environ.get(TRANSPORT, ""))) is not None:
+        profile = with_transport(profile, transport)
     full, rest = divmod(workers, here)
     return Cluster((Host(here, profile),) * full + ((Host(rest, profile),) if rest else ()))

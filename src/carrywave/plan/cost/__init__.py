@@ -1,1 +1,0 @@
-"""Predicts the time and memory of a plan from measured profiles."""

@@ -1,1 +1,0 @@
-"""Enumerates plans, bounds their step times, and finds the best one."""
