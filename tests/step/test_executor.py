@@ -90,8 +90,6 @@ def test_any_plan_gives_the_gradients_of_plain_autograd(plan: Plan, cell: str, p
         torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
 
 
-
-
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_regularisation_is_the_same_over_chunks_and_by_hand(layer_norm: bool) -> None:
     model, batch = build(pooled=False, layer_norm=layer_norm), batch_of(7, [7, 3, 5], pooled=False)

@@ -14,7 +14,6 @@ from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.ctc import Ctc
-from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 
