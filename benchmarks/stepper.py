@@ -21,7 +21,7 @@ from benchmarks.harness.command import main
 from benchmarks.harness.timing import one_thread, spread, take_turns
 from carrywave.data.codec import Codec
 from carrywave.parallel.worker_pool import Row
-from carrywave.runs.streaming.stepper import Stepper
+from carrywave.prediction.stepper import Stepper
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.tasks.task import Task

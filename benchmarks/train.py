@@ -31,7 +31,7 @@ from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor
 from carrywave.data.sequences import Sequences
 from carrywave.parallel.mesh import Mesh
-from carrywave.runs.evaluation import order_for
+from carrywave.prediction.evaluation import order_for
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.step.trainer import Trainer

@@ -24,7 +24,7 @@ from benchmarks.harness.timing import settle
 from carrywave.data.batch import IGNORED, Batch
 from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor
-from carrywave.runs.evaluation import order_for
+from carrywave.prediction.evaluation import order_for
 from carrywave.tasks.task import Part, Task
 
 Carry = tuple[Tensor, Tensor]

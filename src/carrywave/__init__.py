@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from carrywave.model.over_time.front import Front
     from carrywave.model.recurrent import Recurrent
     from carrywave.plan.plan import Plan
-    from carrywave.runs.prediction import predict
-    from carrywave.runs.streaming.stepper import stepper
-    from carrywave.runs.trained_run import evaluate_run as evaluate
+    from carrywave.prediction.evaluate import evaluate_run as evaluate
+    from carrywave.prediction.predict import predict
+    from carrywave.prediction.stepper import stepper
     from carrywave.spec.load import load as load_spec
     from carrywave.spec.spec import Spec
     from carrywave.step.trainer import Trainer
     from carrywave.train.callbacks import Callback, Moment
-    from carrywave.train.fit import fit
     from carrywave.train.forecaster import Forecaster
+    from carrywave.train.from_python import fit
     from carrywave.tuning.tune import tune
 
 __version__ = "0.1.0"
@@ -70,12 +70,12 @@ _HOMES = {
     "Recurrent": ("carrywave.model.recurrent", "Recurrent"),
     "Spec": ("carrywave.spec.spec", "Spec"),
     "Trainer": ("carrywave.step.trainer", "Trainer"),
-    "evaluate": ("carrywave.runs.trained_run", "evaluate_run"),
+    "evaluate": ("carrywave.prediction.evaluate", "evaluate_run"),
     "export": ("carrywave.exporting.run_export", "export_run"),
-    "fit": ("carrywave.train.fit", "fit"),
+    "fit": ("carrywave.train.from_python", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
-    "predict": ("carrywave.runs.prediction", "predict"),
-    "stepper": ("carrywave.runs.streaming.stepper", "stepper"),
+    "predict": ("carrywave.prediction.predict", "predict"),
+    "stepper": ("carrywave.prediction.stepper", "stepper"),
     "tune": ("carrywave.tuning.tune", "tune"),
 }
 

@@ -50,10 +50,6 @@ class ResourceError(RunError):
     """
 
 
-class TakenOver(RunError):
-    """Another process trains the run by now, so that this one must not go on."""
-
-
 class Diverged(RunError):
     """The loss or a gradient became NaN or infinite. The step is discarded."""
 

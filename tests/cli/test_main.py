@@ -378,15 +378,15 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     seen: list[object] = []
 
     def evaluate_run(
-        run: Path, data: Path | None, device: str, top_k: list[int], confusion: bool, note: Callable[[str], None], by: Sequence[str]
+        run: Path, data: Path | None, device: str, top: list[int], confusion: bool, note: Callable[[str], None], by: Sequence[str]
     ) -> dict[str, object]:
         note("odd")
-        seen.extend((run, data, device, top_k))
+        seen.extend((run, data, device, top))
         matrix = {"confusion": {"labels": ["a[b]", "c", "never"], "counts": [[3, 1, 0], [0, 2, 0], [0, 0, 0]]}}
         found = {"split": "test", "loss": 0.25, "accuracy": 0.975} | (matrix if confusion else {})
         return found | {f"by_{name}": [{name: "[red]", "f1": 0.5}] for name in by}
 
-    install("carrywave.runs.trained_run", evaluate_run=evaluate_run)
+    install("carrywave.prediction.saved_run", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
     assert call("evaluate", "r", "--data", "d.jsonl", "--json", str(rows)) == (
         0,
@@ -395,7 +395,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     )
     assert seen == [[Path("r")], Path("d.jsonl"), "auto", ()]
     assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
-    code, out, _ = call("evaluate", "r", "--top-k", "3", "--top-k", "5", "--confusion", "--json", str(rows))
+    code, out, _ = call("evaluate", "r", "--top", "3", "--top", "5", "--confusion", "--json", str(rows))
     assert (code, seen[-1]) == (0, (3, 5))
     shown = [line.replace("│", " ").replace("┃", " ").split() for line in out.splitlines()]
     assert ["a[b]", "3", "1"] in shown
@@ -417,7 +417,7 @@ def test_predict(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").touch()
     seen: dict[str, object] = {}
-    install("carrywave.runs.prediction", predict_run=lambda run, input, output, **rest: seen.update(rest, files=(run, input, output)))
+    install("carrywave.prediction.predict", predict_run=lambda run, input, output, **rest: seen.update(rest, files=(run, input, output)))
     assert (
         call("predict", "r", "in.jsonl", "-o", "out.jsonl", "--prompt", "The", "--tokens", "5", "--temperature", "0", "--seed", "3")[0] == 0
     )

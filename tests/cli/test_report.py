@@ -75,24 +75,10 @@ def test_a_killed_run_tells_what_the_restart_cost(tmp_path: Path) -> None:
     assert again["step"] % 20 == 0
     assert again["reached"] >= 50
     assert again["last_seen"] < again["time"]
-    timeline = json.loads((run / "timeline.json").read_text())
-    assert [(worker["rank"], worker["stage"]) for worker in timeline["workers"]] == [(0, 0), (1, 1)]
-    assert min(worker["begun"] for worker in timeline["workers"]) == 0.0
-    for worker, after in zip(timeline["workers"], (1, 0), strict=True):
-        chunks = [(span[0], span[3]) for span in worker["spans"] if span[0] in "FB"]
-        assert chunks == [*(("F", chunk) for chunk in range(4)), *(("B", 3 - chunk) for chunk in range(4))]
-        assert {span[0] for span in worker["spans"]} == {"F", "B", "W", "send", "wait"}
-        # On one clock: no chunk is worked on before the stage before it has finished it.
-        ends = {(span[0], span[3]): worker["begun"] + span[2] for span in worker["spans"]}
-        other = timeline["workers"][after]
-        starts = {(span[0], span[3]): other["begun"] + span[1] for span in other["spans"]}
-        way = "F" if after == 1 else "B"
-        assert all(ends[way, chunk] <= starts[way, chunk] for chunk in range(4))
     said(str(run), "--no-samples")
     page = (run / "report.html").read_text()
     assert ">restarted</td>" in page
     assert f">{again['reached'] - again['step']}</td>" in page
-    assert "1: replica 0, stage 1" in page
 
 
 def _step(run: Path) -> int:

@@ -20,7 +20,7 @@ from carrywave.data.order import Cursor, StreamOrder
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.errors import DataError, SpecError
-from carrywave.runs.rows.generation import Sampling, generate
+from carrywave.prediction.generation import Sampling, generate
 from carrywave.tasks import views
 
 CHARS = Codec("language", "text", "char", ("\n", "a", "b", "|", "<unk>"), size=5)

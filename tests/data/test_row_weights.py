@@ -18,7 +18,7 @@ from carrywave.data.prepare import prepare
 from carrywave.data.python_inputs import from_python, read_python
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, SpecError
-from carrywave.runs.evaluation import order_for
+from carrywave.prediction.evaluation import order_for
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.first_weights import class_counts, label_counts

@@ -74,10 +74,8 @@ def carry_out(job: dict[str, Any]) -> dict[str, Any]:
             values = values | {"data": values["data"] | {"train": "text.txt"}}
             if RANK and job["own_data"] is not None:
                 Path("text.txt").write_text(job["own_data"])
-        if "stop" in job:
-            values = values | {"train": values["train"] | {"max_steps": job["stop"]}}
         try:
-            told["ending"] = train(parse(values), run=Path(job["run"]), resume=job.get("resume", False), device="cpu", watch=watch).ending
+            told["ending"] = train(parse(values), run=Path(job["run"]), device="cpu", watch=watch).ending
         except UserError as error:
             told["error"] = f"{type(error).__name__}: {error}"
         if RANK and "own_data" in job:

@@ -18,7 +18,7 @@ from carrywave.data.batch import Batch
 from carrywave.data.loader import Loader, Share
 from carrywave.data.order import Cursor
 from carrywave.data.prepare import prepare
-from carrywave.runs.evaluation import order_for
+from carrywave.prediction.evaluation import order_for
 from carrywave.spec.defaults import fitted
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec

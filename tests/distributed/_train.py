@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.parallel.world import leave
-from carrywave.runs.prediction import predict
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from carrywave.prediction.predict import predict
 from carrywave.runs.checkpoint.snapshot import weights_metadata
-from carrywave.runs.prediction import predict
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from carrywave.runs.prediction import predict
+from carrywave.prediction.predict import predict
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from _catchments import catchments
-from carrywave.runs.prediction import predict
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carrywave.runs.prediction import predict
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

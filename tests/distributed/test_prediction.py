@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carrywave.runs.rows.blocks import MOST_ROWS
+from carrywave.prediction.blocks import MOST_ROWS
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
@@ -94,7 +94,7 @@ def test_each_row_once_and_in_order_on_any_number_of_workers(folder: Path, tmp_p
 MEASURED = """
 import re, sys
 from pathlib import Path
-from carrywave.runs.prediction import predict_run
+from carrywave.prediction.predict import predict_run
 
 print(predict_run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), keep=["id"], device="cpu"), file=sys.stderr)
 print(1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]), file=sys.stderr)

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from _warm import start
 from _whole_snapshots import load
-from carrywave.runs.checkpoint.atomic_files import read_tensors
 
 WORKER = Path(__file__).with_name("_snapshots.py")
 FULL = "could not be written: No space left on device"
@@ -46,10 +44,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
         {"run": "read-only", "plan": replicas, "rank": 1, "full": "tmp-step-00000006", "read_only": True},
         {"run": "last", "plan": replicas, "rank": 1, "full": "tmp-step-00000010"},
         {"run": "pointer", "plan": replicas, "rank": 0, "full": r"\.last\.tmp"},
-        {"run": "apart-stages", "plan": stages, "apart": True},
-        {"run": "apart-full-0", "plan": replicas, "apart": True, "rank": 0, "full": "tmp-step-00000006"},
-        {"run": "apart-again", "plan": replicas, "apart": True, "stop": 6},
-        {"run": "apart-again", "plan": replicas, "apart": True, "resume": True},
+        {"run": "apart", "plan": replicas, "apart": True},
         {"run": "other-data", "plan": replicas, "apart": True, "own_data": "not the same text. " * 40},
         {"run": "no-data", "plan": replicas, "apart": True, "own_data": None},
     ]
@@ -84,14 +79,12 @@ def test_each_worker_writes_its_part(told: Told) -> None:
 
 
 @pytest.mark.parametrize("run", ["full-1", "full-0", "mute", "read-only"])
-def test_a_part_that_cannot_be_written_is_said_once_and_the_run_goes_on(told: Told, run: str) -> None:
+def test_a_part_that_cannot_be_written_ends_the_run_for_all(told: Told, run: str) -> None:
     folder, ended = told
-    assert [each["ending"] for each in ended[run]] == ["done"] * 2, ended[run]
     rank, reason = (0 if run == "full-0" else 1), ("Read-only file system" if run == "read-only" else "No space left on device")
     fact = f"rank {rank}: snapshot {run}/snapshots/step-00000006 could not be written: {reason}"
-    line = f"{fact}; the run continues, and the previous snapshot is kept"
-    assert [each["said"] for each in ended[run]] == [[line], [line]]  # every worker knows; who watches rank 0 sees it
-    assert snapshots(folder / run) == ["best", "last", "step-00000003", "step-00000009", "step-00000010"]
+    assert all(each["error"].startswith(f"ResourceError: {fact}; the previous snapshot is kept; ") for each in ended[run]), ended[run]
+    assert snapshots(folder / run) == ["last", "step-00000003"]
 
 
 def test_the_last_one_is_an_error_for_all(told: Told) -> None:
@@ -104,59 +97,15 @@ def test_the_last_one_is_an_error_for_all(told: Told) -> None:
 
 def test_a_pointer_that_cannot_be_written_leaves_nothing(told: Told) -> None:
     folder, ended = told
-    assert all(f"step-00000010 {FULL}" in each["error"] for each in ended["pointer"]), ended["pointer"]
-    assert len(ended["pointer"][0]["said"]) == 3
-    assert snapshots(folder / "pointer") == [".none-yet"]
+    assert all(f"step-00000003 {FULL}" in each["error"] for each in ended["pointer"]), ended["pointer"]
+    assert not (folder / "pointer").exists()
 
 
-def equal_files(one: Path, other: Path, *, metrics: bool = True) -> None:
-    """All tensors of the last snapshot, the weights and the metrics, whose first row the weights name, are the same, byte for byte."""
-    if not metrics:
-        first, second = (read_tensors(run / "weights.safetensors") for run in (one, other))
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[name], second[name]) for name in first)
-    ours, theirs = ({path.name: path.read_bytes() for path in files(run, metrics)} for run in (one, other))
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if ours[name] != theirs[name]] == []
-
-
-def files(run: Path, metrics: bool) -> list[Path]:
-    last = run / "snapshots" / "step-00000010"
-    return [*[run / "weights.safetensors", run / "metrics.jsonl"] * metrics, *last.glob("*.safetensors")]
-
-
-def test_a_worker_that_does_not_see_the_folder_sends_its_part(told: Told) -> None:
-    """What rank 0 keeps is what both would have written; the other worker's own folder stays empty."""
+def test_a_worker_that_does_not_see_the_folder_is_refused(told: Told) -> None:
     folder, ended = told
-    run, host = "apart-stages", os.uname().nodename
-    assert [each.get("ending") for each in ended[run]] == ["done"] * 2, ended[run]
-    assert [each["said"] for each in ended[run]] == [[], []]
-    assert snapshots(folder / run) == ["best", "last", "step-00000003", "step-00000006", "step-00000009", "step-00000010"]
-    equal_files(folder / run, folder / "stages")
-    assert list((folder / "apart-1").iterdir()) == []
-    for each in ended[run]:
-        line = next(line for line in each["summary"].splitlines() if line.startswith("folder"))
-        assert f"{run} on {host}; {host} does not share it, so the parts of 1 of 2 workers go there over the network" in line
-    assert "folder    replicas: all 2 workers see it" in ended["replicas"][0]["summary"]
-
-
-def test_a_full_disk_does_not_make_the_sender_wait(told: Told) -> None:
-    folder, ended = told
-    assert [each.get("ending") for each in ended["apart-full-0"]] == ["done"] * 2, ended["apart-full-0"]
-    for each in ended["apart-full-0"]:
-        (line,) = each["said"]
-        assert "snapshot apart-full-0/snapshots/step-00000006 could not be written: No space left on device" in line
-    assert snapshots(folder / "apart-full-0") == ["best", "last", "step-00000003", "step-00000009", "step-00000010"]
-    equal_files(folder / "apart-full-0", folder / "replicas")
-
-
-def test_a_worker_that_does_not_see_the_folder_resumes_from_rank_0(told: Told) -> None:
-    folder, ended = told
-    assert [each.get("ending") for each in ended["apart-again"]] == ["done"] * 2, ended["apart-again"]
-    # The metrics are not the same: the run was evaluated at step 6 too, where it ended first.
-    equal_files(folder / "apart-again", folder / "replicas", metrics=False)
-    assert list((folder / "apart-1").iterdir()) == []  # nor is a copy left
-    assert [path for path in (folder / "cache").rglob("*") if "snapshot" in path.name] == []
+    fact = f"RunError: rank 1: {os.uname().nodename} does not see apart/snapshots of rank 0; set run=... to a folder that all hosts share"
+    assert [each["error"] for each in ended["apart"]] == [fact] * 2
+    assert not (folder / "apart").exists()
 
 
 @pytest.mark.parametrize("run", ["other-data", "no-data"])

@@ -14,7 +14,7 @@ import torch
 import carrywave as cw
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.run_export import export_run
-from carrywave.runs.trained_run import open_run
+from carrywave.prediction.saved_run import open_run
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 [SECTION] = re.findall(r"\n## One step at a time\n(.*?)\n## ", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import carrywave as cw
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.run_export import export_run
-from carrywave.runs.trained_run import open_run
+from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

@@ -21,7 +21,7 @@ from carrywave.errors import UserError
 from carrywave.exporting import comparison, onnx_file, run_export
 from carrywave.exporting.portable import Portable
 from carrywave.exporting.run_export import export_run
-from carrywave.runs.trained_run import open_run
+from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
@@ -153,7 +153,7 @@ def test_onnx_continues_text_as_documented(speaker: Path, tmp_path: Path) -> Non
     export_run(speaker, "onnx", tmp_path / "out", stateful=True)
     found: dict[str, Any] = {}
     exec(SNIPPETS[1].replace("exports/NAME-onnx", str(tmp_path / "out")), found)
-    from carrywave.runs.prediction import predict
+    from carrywave.prediction.predict import predict
 
     assert found["text"] == predict(speaker, prompt="the cat", tokens=20, temperature=0.0, device="cpu")[0]["text"]
 

@@ -25,7 +25,7 @@ from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
-from carrywave.runs.evaluation import passes
+from carrywave.prediction.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.optim.optimizer import NTASGD

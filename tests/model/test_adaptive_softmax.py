@@ -63,26 +63,18 @@ def test_more_clusters_than_a_narrow_layer_has_room_for_are_refused() -> None:
 
 
 def test_the_planner_counts_its_parameters() -> None:
-    spec = parse({"model": {"hidden": WIDTH, "softmax": "adaptive", "cutoffs": CUTOFFS}})
+    spec = parse({"model": {"hidden": WIDTH, "softmax": "adaptive"}})
     head = Units.of(spec, DataFacts(vocabulary=CLASSES)).units[-1]
-    assert head.parameters == sum(each.numel() for each in AdaptiveSoftmax(WIDTH, CLASSES, CUTOFFS).parameters())
+    own = AdaptiveSoftmax(WIDTH, CLASSES, spec.model.cutoffs_of(CLASSES))
+    assert head.parameters == sum(each.numel() for each in own.parameters())
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model": {"cutoffs": [3]}}, "cutoffs are for softmax=adaptive"),
-        ({"model": {"softmax": "adaptive", "cutoffs": [5, 3]}}, "cutoffs must increase, got"),
         ({"model": {"softmax": "adaptive", "tie": True}}, "tie needs one matrix for all tokens"),
     ],
 )
 def test_a_spec_that_contradicts_itself_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse(given)
-
-
-def test_cutoffs_beyond_the_vocabulary_are_refused() -> None:
-    asked = parse({"model": {"softmax": "adaptive", "cutoffs": [50]}})
-    with pytest.raises(SpecError, match=r"model.cutoffs=\[50\], but the vocabulary has 40 tokens; use smaller ones, or model.softmax=full"):
-        asked.model.cutoffs_of(40)
-    assert parse({"model": {"softmax": "adaptive"}}).model.cutoffs_of(1000) == (50, 250)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -15,10 +14,8 @@ from carrywave.plan.predict import Predictor
 from carrywave.plan.scaling import scale
 from carrywave.plan.schedule.schedule import wavefront
 from carrywave.plan.search import search
-from carrywave.plan.show.drawing import ticks
 from carrywave.plan.show.report import choice_object, section, yaml_line
-from carrywave.plan.show.svg import Panel, draw
-from carrywave.plan.show.text import MOST_ROWS, figures_text, rivals_text, scale_text, seconds_text, stages_text, timeline_text
+from carrywave.plan.show.text import MOST_ROWS, figures_text, rivals_text, scale_text, seconds_text, stages_text, ticks, timeline_text
 from carrywave.plan.simulation import Timeline, simulate
 from carrywave.plan.units import unit_names
 from carrywave.spec.plan_spec import PlanSpec
@@ -140,25 +137,3 @@ def test_growth_is_told_with_where_it_stops_to_pay() -> None:
     assert lines[-1].startswith(f"More than {found.pays_up_to} device")
     paying = scale(units_of(batch={"lanes": 512, "steps": 64}), machine(), most=2)
     assert scale_text(paying).splitlines()[-1] == "More devices pay off throughout this table, up to 2 devices."
-
-
-def test_a_drawing_has_a_rectangle_for_each_span_and_one_axis() -> None:
-    one, other = timeline(2, 3, late=1.0), timeline(2, 6)
-    text = draw([Panel("equal <split>", one, ["a & b", "c"]), Panel("chosen", other, ["a", "b"])], 'title "x"')
-    tree = ElementTree.fromstring(text)
-    name = "{http://www.w3.org/2000/svg}"
-    labels = [each.get("class") for each in tree.iter(f"{name}rect")]
-    spans = [span for line in (one, other) for row in line.rows for span in row]
-    # One of each kind in the legend.
-    for kind in ("F", "B", "W", "update"):
-        assert labels.count(kind) == 1 + sum(span.label == kind for span in spans)
-    texts = [each.text for each in tree.iter(f"{name}text")]
-    assert texts.count("W") == 2
-    assert "equal <split>" in texts
-    assert "0: a & b" in texts
-    assert 'title "x"' in texts
-    rows = [each for each in tree.iter(f"{name}rect") if each.get("class") == "track"]
-    widths = [float(each.get("width", "0")) for each in rows[:4]]
-    assert widths[0] / widths[2] == pytest.approx(one.seconds / other.seconds, rel=1e-3)
-    assert "<script" not in text
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")

@@ -53,25 +53,8 @@ def timing(steps: int = 100, every: int = 10) -> list[dict[str, Any]]:
     return [{**row, "step": step, "time": START + step} for step in range(every, steps + 1, every)]
 
 
-def timeline(workers: int = 4) -> dict[str, Any]:
-    spans = [["F", 0.0, 0.1, 0, 0], ["send", 0.1, 0.12, 0, 0], ["wait", 0.12, 0.3, 0, 0], ["B", 0.3, 0.5, 0, 0]]
-    figures = {"begun": 0.0, "seconds": 0.6, "compute": 0.3, "messages": 0.02, "wait": 0.18, "rest": 0.1, "host": "node", "spans": spans}
-    return {
-        "step": 26,
-        "step_seconds": 0.58,
-        "steps": 20,
-        "workers": [{"rank": rank, "replica": rank // 2, "stage": rank % 2, **figures} for rank in range(workers)],
-        "predicted": {
-            "step_seconds": 0.5,
-            "bubble": 0.2,
-            "stages": ["encoder, layers 1-2", "layers 3-4, head"],
-            "rows": [[["F", 0.0, 0.2, 0, 0], ["B", 0.3, 0.5, 0, 0], ["update", 0.5, 0.55, None, None]]] * 2,
-        },
-    }
-
-
 def write(folder: Path, *, task: str = "language", train: str = "words.txt", **files: Any) -> Path:
-    """A run's folder; `files` replaces what is in it by name (plan, facts, metrics, timing, history, timeline), None leaves one out."""
+    """A run's folder; `files` replaces what is in it by name (plan, facts, metrics, timing, history), None leaves one out."""
     folder.mkdir(parents=True)
     (folder / "spec.yaml").write_text(SPEC.format(task=task, train=train))
     content: dict[str, Any] = {
@@ -80,7 +63,6 @@ def write(folder: Path, *, task: str = "language", train: str = "words.txt", **f
         "metrics": metrics(),
         "timing": timing(),
         "history": HISTORY,
-        "timeline": timeline(),
     }
     for name, value in (content | files).items():
         if value is None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _folders import HISTORY, HOSTILE, START, metrics, timeline, timing, write
+from _folders import HISTORY, HOSTILE, START, metrics, timing, write
 
 from carrywave.errors import RunError
 from carrywave.report import figures
@@ -123,7 +123,7 @@ def test_only_the_step_whose_weights_were_kept_is_called_the_best(
 
 
 def test_a_run_without_anything_is_said_in_words(tmp_path: Path) -> None:
-    none = dict.fromkeys(("plan", "facts", "metrics", "timing", "history", "timeline"))
+    none = dict.fromkeys(("plan", "facts", "metrics", "timing", "history"))
     text = Tags(render(read_run(write(tmp_path / "run", **none)), ["Samples were left out"])).text
     for words in ("Nothing was evaluated yet", "No losses", "Nothing was timed yet", "nothing was recorded yet", "Samples were left out"):
         assert words in text
@@ -134,13 +134,10 @@ def test_what_is_missing_or_damaged_is_left_out(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('[1]\n{"split": "valid", "step": 110, "loss": null}\n{"split": "val')  # a kill in the middle of a line
     (folder / "plan.json").write_text("{")
-    damaged = timeline()
-    damaged["workers"][1]["wait"] = "long"
-    found = replace(read_run(folder), timeline=damaged)
+    found = read_run(folder)
     assert len(found.metrics) == len(metrics()) + 1
     assert found.best is not None
     assert found.plan == {}
-    assert [row[0] for row in figures.workers(found)] == [f"{n}: replica {n // 2}, stage {n % 2}" for n in (0, 2, 3)]
     assert "1 of 16 values are infinite or not a number, and not drawn." in Tags(render(found, [])).text
 
 
@@ -152,12 +149,11 @@ def test_a_folder_that_is_no_run_is_one_line(folder: str, fact: str, tmp_path: P
 
 
 def test_a_long_run_stays_under_a_megabyte(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", metrics=metrics(20_000), timing=timing(20_000), timeline=timeline(200))
+    folder = write(tmp_path / "run", metrics=metrics(20_000), timing=timing(20_000))
     labels = _confusion([f"label {at}" for at in range(100)], np.ones((100, 100), np.int64))
     assert len(labels.rows) == 17
     page = render(read_run(folder), [labels])
     assert len(page.encode()) < 500_000
-    assert "… and 136 more workers." in page
 
 
 def test_the_confusion_of_many_labels_keeps_its_sums_and_its_accuracy() -> None:

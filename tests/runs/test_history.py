@@ -85,6 +85,6 @@ def test_what_would_block_a_reader_is_not_read(tmp_path: Path) -> None:
     assert not unended(tmp_path)
     assert last_trace(tmp_path / "timing.jsonl") is None
     (tmp_path / "spec.yaml").touch()
-    run = Run.open(tmp_path, events=False)
-    with pytest.raises(RunError, match=r"history\.jsonl is not a regular file; remove it, then resume"):
+    run = Run.open(tmp_path)
+    with pytest.raises(RunError, match=r"history\.jsonl is not a regular file; restore the one that the run wrote"):
         run.write_history({"event": "start"})

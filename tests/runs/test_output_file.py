@@ -124,22 +124,10 @@ def test_a_file_written_piece_by_piece_appears_when_it_is_complete(tmp_path: Pat
     with output_file.OutputFile(file) as out:
         out.write("one ")
         assert file.read_text() == "old"
+        assert names(tmp_path) == [".out.part", "out"]
         out.write("two")
     assert file.read_text() == "one two"
     for fault in (KeyboardInterrupt, ValueError):
         with pytest.raises(fault), output_file.OutputFile(file) as out:
             out.write(_half_way(fault))
     assert (file.read_text(), names(tmp_path)) == ("one two", ["out"])
-
-
-@pytest.mark.parametrize("without", [False, True])
-def test_where_files_cannot_be_nameless_they_have_a_name_of_their_own_for_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: bool
-) -> None:
-    if without:
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    with output_file.OutputFile(tmp_path / "out") as out:
-        out.write("x")
-        # Killed here, a nameless file would be gone.
-        assert len(names(tmp_path)) == (1 if without else 0)
-    assert (names(tmp_path), (tmp_path / "out").read_text()) == (["out"], "x")

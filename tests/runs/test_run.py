@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 from carrywave.errors import ResourceError, RunError, by_command
-from carrywave.runs.checkpoint import atomic_files, own_weights
+from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.snapshot import load_weights
 from carrywave.runs.run import Run
 from carrywave.spec.load import dump
@@ -128,18 +127,18 @@ def test_a_folder_with_anything_else_in_it_is_not_free(tmp_path: Path, own: str)
 
 
 def test_a_run_that_is_killed_while_it_is_started_over_can_be_started_over_again(tmp_path: Path) -> None:
-    with Run.create(tmp_path / "x", "language", events=False) as run:
+    with Run.create(tmp_path / "x", "language") as run:
         run.write_json("facts.json", {"own_model": False})
         run.expect_snapshot(None)
         run.write_spec(Spec(task="language"))
         run.write_metrics({"split": "valid", "epoch": 1, "step": 1, "loss": 2.0})
         (run.snapshots / "step-00000001").mkdir()
-    again = Run.open(tmp_path / "x", events=False)
+    again = Run.open(tmp_path / "x")
     again.start_over()
     again.make()
     again.release()
     assert files(tmp_path / "x") == ["facts.json", "snapshots", "snapshots/.none-yet", "spec.yaml"]
-    left = Run.open(tmp_path / "x", events=False)
+    left = Run.open(tmp_path / "x")
     assert left.began_with == {"init": None}
     assert left.read_object("facts.json") == {"own_model": False}
 
@@ -165,7 +164,7 @@ def test_spec_plan_and_codec(tmp_path: Path) -> None:
     run.write_json("codec.json", {"tokens": ["ä", "\n"]})
     assert (run.path / "spec.yaml").read_text("utf-8") == dump(Spec())
     assert Run.open(run.path).read_json("codec.json") == {"tokens": ["ä", "\n"]}
-    assert files(run.path) == ["codec.json", "owner.json", "spec.yaml"]
+    assert files(run.path) == [".owner.lock", "codec.json", "owner.json", "spec.yaml"]
     run.release()
     assert files(run.path) == ["codec.json", "spec.yaml"]
 
@@ -184,7 +183,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_in_a_fixed_order_with_exact_numbers(tmp_path: Path) -> None:
-    with Run.create(tmp_path / "x", "language", events=False) as run:
+    with Run.create(tmp_path / "x", "language") as run:
         run.write_metrics({"perplexity": math.inf, "lr": 1e-3, **ROW})
         run.write_metrics(dict(reversed({"lr": 1e-3, "perplexity": math.nan, **ROW}.items())))
         run.write_timing({"step": 10, "seconds": 0.5})
@@ -199,7 +198,7 @@ def test_rows_in_a_fixed_order_with_exact_numbers(tmp_path: Path) -> None:
 
 
 def test_cut_back_to_a_snapshot(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "x", "language", events=False)
+    run = Run.create(tmp_path / "x", "language")
     run.write_spec(Spec())
     run.write_metrics(ROW)
     run.write_timing({"step": 10})
@@ -209,8 +208,8 @@ def test_cut_back_to_a_snapshot(tmp_path: Path) -> None:
     run.write_metrics({**ROW, "step": 20})
     run.write_timing({"step": 20})
     run.close()
-    again = Run.open(run.path, events=False)
-    again.cut_back(*sizes)
+    again = Run.open(run.path)
+    again.cut_back(*sizes, 10)
     assert (run.path / "metrics.jsonl").read_bytes() == straight
     assert (run.path / "timing.jsonl").read_bytes() == timed
     again.write_metrics({**ROW, "step": 20})
@@ -219,17 +218,17 @@ def test_cut_back_to_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_a_log_that_lost_lines_is_refused_and_lost_timings_are_not(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "x", "language", events=False)
+    run = Run.create(tmp_path / "x", "language")
     run.write_metrics(ROW)
-    size, _, _ = run.sizes()
-    run.cut_back(size, 1000)
+    size, _, digest = run.sizes()
+    run.cut_back(size, 1000, digest, 10)
     with pytest.raises(RunError, match=f"metrics.jsonl has {size} bytes, but had {size + 1} when the snapshot was made"):
-        run.cut_back(size + 1, 0)
+        run.cut_back(size + 1, 0, digest, 10)
     assert (run.path / "metrics.jsonl").stat().st_size == size
 
 
 def test_a_log_that_was_changed_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "x", "language", events=False)
+    run = Run.create(tmp_path / "x", "language")
     run.write_spec(Spec())
     run.write_metrics(ROW)
     sizes = run.sizes()
@@ -239,9 +238,8 @@ def test_a_log_that_was_changed_is_refused_and_left_as_it_is(tmp_path: Path) -> 
     for changed in (b'{"by": "hand"}\n' + kept, kept.replace(b"train", b"tried") + kept):
         log.write_bytes(changed)
         with pytest.raises(RunError, match=rf"metrics.jsonl was changed: its first {len(kept)} bytes .*; restore the file, or start"):
-            Run.open(run.path, events=False).cut_back(*sizes)
+            Run.open(run.path).cut_back(*sizes, 10)
         assert log.read_bytes() == changed
-    Run.open(run.path, events=False).cut_back(*sizes[:2])  # of a snapshot from before there was a checksum
 
 
 def test_a_row_is_written_whole_by_a_system_that_takes_it_in_pieces(tmp_path: Path) -> None:
@@ -258,17 +256,17 @@ def test_a_row_is_written_whole_by_a_system_that_takes_it_in_pieces(tmp_path: Pa
         def close(self) -> None:
             self.file.close()
 
-    run = Run.create(tmp_path / "x", "language", events=False)
+    run = Run.create(tmp_path / "x", "language")
     run.write_spec(Spec())
     run.write_metrics(ROW)
     run.close()
-    run.backlog._logs["metrics.jsonl"] = Short(run.path / "metrics.jsonl")  # type: ignore[assignment]
+    run._logs["metrics.jsonl"] = Short(run.path / "metrics.jsonl")  # type: ignore[assignment]
     run.write_metrics(ROW)
     sizes = run.sizes()
     run.close()
     first, second = (run.path / "metrics.jsonl").read_text().splitlines()
     assert first == second
-    Run.open(run.path, events=False).cut_back(*sizes)
+    Run.open(run.path).cut_back(*sizes, 10)
 
 
 def test_a_folder_that_is_moved_is_one_error_and_no_traceback_of_another_thread(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -279,28 +277,13 @@ def test_a_folder_that_is_moved_is_one_error_and_no_traceback_of_another_thread(
     def go_on() -> None:
         for step in range(100):
             run.write_metrics({**ROW, "step": step})
-            run.sizes()
+            run.sync()
 
     with pytest.raises(RunError, match=r"the folder of run .*x was removed during training; restart"):
         go_on()
     with suppress(RunError):
         run.close()
     assert capfd.readouterr().err == ""
-
-
-def test_events_are_written_and_purged(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # type: ignore[import-untyped]
-
-    run = Run.create(tmp_path / "x", "language")
-    run.write_metrics({**ROW, "lr": 0.5})
-    run.cut_back(*run.sizes(), step=10)
-    run.write_metrics({**ROW, "step": 11})
-    run.close()
-    first, second = sorted((run.path / "tb").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    events = [event for path in (first, second) for event in EventFileLoader(str(path)).Load()]
-    tags = [(value.tag, event.step) for event in events for value in event.summary.value]
-    assert tags == [("train/loss", 10), ("train/lr", 10), ("train/loss", 11)]
-    assert [event.step for event in events if event.HasField("session_log")] == [11]
 
 
 def test_weights_carry_spec_and_codec(tmp_path: Path) -> None:
@@ -325,7 +308,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
         "write_timing": (ROW,),
         "write_weights": ({"w": torch.ones(1)}, 1),
     }
-    run = Run.create(tmp_path / "x", "language", events=False)
+    run = Run.create(tmp_path / "x", "language")
     monkeypatch.setattr(Path, "open", full)
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(ResourceError, match=r"could not be written: No space left on device; free disk space"):
@@ -333,129 +316,24 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
     monkeypatch.undo()
     assert files(tmp_path) == []
     run.make()
-    said: list[str] = []
-    run.backlog.say = said.append
     monkeypatch.setattr(Path, "open", full)
-    monkeypatch.setattr(Path, "mkdir", full)
-    if act == "write_spec":
-        with pytest.raises(ResourceError, match="No space left on device"):
-            run.write_spec(Spec())
-        assert files(tmp_path / "x") == ["owner.json"]
-        return
-    for _ in range(2):
+    with pytest.raises(ResourceError, match=r"could not be written: No space left on device; free disk space"):
         getattr(run, act)(*values[act])
-    assert files(tmp_path / "x") == ["owner.json"]
-    [line] = said
-    assert re.search("could not be written: No space left on device; the run continues, and keeps it in memory; free disk space$", line)
     monkeypatch.undo()
+    assert files(tmp_path / "x") == [".owner.lock", "owner.json"]
     getattr(run, act)(*values[act])
-    assert said[1:] == [f"{tmp_path / 'x'}: all that was kept in memory is written"]
-    [made] = [name for name in files(tmp_path / "x") if name != "owner.json"]
-    rows = 3 if act != "write_weights" else None
-    assert rows is None or len((tmp_path / "x" / made).read_text().splitlines()) == rows
-    run.close()
-
-
-class Full:
-    """A log on a disk that takes so many more bytes."""
-
-    def __init__(self, path: Path, room: int) -> None:
-        self.file, self.room = path.open("ab", buffering=0), room
-
-    def write(self, data: bytes) -> int:
-        if not self.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = self.file.write(data[: self.room])
-        self.room -= taken
-        return taken
-
-    def fileno(self) -> int:
-        return self.file.fileno()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def test_rows_that_found_no_room_are_written_later_in_order(tmp_path: Path) -> None:
-    calm, run = (Run.create(tmp_path / name, "language", events=False) for name in ("calm", "run"))
-    for each in (calm, run):
-        each.write_spec(Spec())
-        each.write_metrics(ROW)
-    run.close()
-    run.backlog._logs["metrics.jsonl"] = full = Full(run.path / "metrics.jsonl", 20)  # type: ignore[assignment]
-    for step in range(3):
-        run.write_metrics(ROW | {"step": step})
-        calm.write_metrics(ROW | {"step": step})
-    first = (run.path / "metrics.jsonl").read_text()
-    assert (first.count("\n"), first[-1]) == (1, "\n")  # no row is torn
-    assert run.sizes()[0::2] == calm.sizes()[0::2]  # what a snapshot notes counts them
-    with pytest.raises(ResourceError, match=r"metrics\.jsonl could not be written: No space left on device; free disk space"):
-        run.sync()  # and none is published without them
-    full.room = 1 << 20
-    run.sync()
-    assert (run.path / "metrics.jsonl").read_bytes() == (calm.path / "metrics.jsonl").read_bytes()
-    run.cut_back(*run.sizes())
-    calm.close()
-
-
-def test_weights_that_found_no_room_are_those_of_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    run = Run.create(tmp_path / "run", "language", events=False)
-    run.write_spec(Spec())
-    weight = torch.ones(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        run.write_weights({"w": weight}, 1)
-        with pytest.raises(ResourceError, match=r"weights\.safetensors could not be written"):
-            run.sync()
-    weight.add_(1)  # training goes on
-    run.sync()
-    assert load_weights(run.weights, {"w": ((2,), torch.float32)})["w"].tolist() == [1.0, 1.0]
-
-
-def test_weights_are_known_by_a_first_row_that_still_waits_for_room(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "run", "language", events=False)
-    run.write_spec(Spec())
-    run.backlog._logs["metrics.jsonl"] = full = Full(run.path / "metrics.jsonl", 0)  # type: ignore[assignment]
-    run.write_metrics(ROW)
-    run.write_metrics(ROW | {"step": 2})
-    run.write_weights({"w": torch.zeros(2)}, 2)
-    own_weights.check(run.weights)  # nothing can be said: there are no metrics yet
-    full.room = 1 << 20
-    run.sync()
-    run.close()
-    own_weights.check(run.weights)
-    (run.path / "metrics.jsonl").write_bytes((run.path / "metrics.jsonl").read_bytes().replace(b"\n", b"\r\n"))
-    own_weights.check(run.weights)  # an editor's line ends
-    (run.path / "metrics.jsonl").write_text('{"split": "train"}\n')
-    with pytest.raises(RunError, match="is from another run, or the first row"):
-        own_weights.check(run.weights)
-
-
-def test_when_no_more_can_be_kept_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("carrywave.runs.backlog.MOST_BYTES", 1 << 20)
-    run = Run.create(tmp_path / "run", "language", events=False)
-    run.write_spec(Spec())
-    run.backlog._logs["timing.jsonl"] = Full(run.path / "timing.jsonl", 0)  # type: ignore[assignment]
-    fact = "timing.jsonl could not be written: No space left on device; 1 MiB of rows wait in memory, and no more are kept"
-    for _ in range(15):
-        run.write_timing({"step": 1, "word": "x" * (1 << 16)})
-    with pytest.raises(ResourceError, match=f"{fact}; free disk space, then resume"):
-        run.write_timing({"step": 1, "word": "x" * (1 << 16)})
     run.close()
 
 
 def test_a_folder_that_became_another_runs_gets_nothing_of_this_one(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "run", "language", events=False)
+    run = Run.create(tmp_path / "run", "language")
     run.write_spec(Spec())
     run.write_metrics(ROW)
     (tmp_path / "run").rename(tmp_path / "moved")
-    other = Run.create(tmp_path / "run", "language", events=False)
+    other = Run.create(tmp_path / "run", "language")
     other.write_spec(Spec())
     before = files(tmp_path / "run")
-    for write in (lambda: run.write_timing(ROW), lambda: run.write_timeline({"step": 1}), lambda: run.write_history({"event": "end"})):
+    for write in (lambda: run.write_timing(ROW), lambda: run.write_history({"event": "end"})):
         with pytest.raises(RunError, match="was taken over by process"):
             write()
     assert run.__exit__(RunError, RunError("x"), None) is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from _whole_snapshots import load
-from carrywave.errors import RunError
+from carrywave.errors import ResourceError, RunError
 from carrywave.runs.checkpoint.snapshot import open_stored
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
@@ -111,8 +111,8 @@ def test_a_run_that_died_ends_as_if_it_had_not(through: Path, tmp_path: Path, mo
 
 def test_best_names_the_snapshot_of_the_best_evaluation(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.6, 2.7, 2.8])
-    real = loops.evaluate
-    monkeypatch.setattr(loops, "evaluate", lambda *args, **more: real(*args, **more) | {"loss": next(losses)})
+    real = loops.evaluate_part
+    monkeypatch.setattr(loops, "evaluate_part", lambda *args, **more: real(*args, **more) | {"loss": next(losses)})
     spec = language(text, evaluate_every=7, snapshot_every=8, keep=1)
     train(spec, run=tmp_path / "run", device="cpu")
     folder = tmp_path / "run" / "snapshots"
@@ -153,17 +153,20 @@ def proc() -> None:
 
 
 @pytest.mark.usefixtures("proc")
-def test_a_snapshot_that_cannot_be_written_is_said_and_the_run_goes_on(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FullDisk(monkeypatch, r"tmp-step-000000(16|18)")
-    watch = Listening()
-    train(language(text), run=tmp_path / "run", device="cpu", watch=watch)
-    assert steps_of(tmp_path / "run") == [8, 24, 32, 36]
-    said = [line for line in watch.lines if "could not be written" in line]
-    folder = tmp_path / "run" / "snapshots"
-    assert said == [
-        f"snapshot {folder / name} could not be written: No space left on device; the run continues, and the previous snapshot is kept"
-        for name in ("step-00000016", "step-00000018")
-    ]
+def test_a_snapshot_that_cannot_be_written_ends_the_run_which_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: Path
+) -> None:
+    spec = language(through.parent / "train.txt", keep=2)
+    with monkeypatch.context() as patch:
+        FullDisk(patch, r"tmp-step-00000016")
+        with pytest.raises(
+            ResourceError, match="step-00000016 could not be written: No space left on device; the previous snapshot is kept"
+        ):
+            train(spec, run=tmp_path / "run", device="cpu")
+    assert steps_of(tmp_path / "run") == [8]
+    train(spec, run=tmp_path / "run", resume=True, device="cpu")
+    for name in ("metrics.jsonl", "weights.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (through / name).read_bytes()
 
 
 @pytest.mark.usefixtures("proc")

@@ -1,10 +1,9 @@
-"""Copies of metrics.jsonl in trackers: complete, continued after a resume, and never the reason that a run fails."""
+"""Copies of metrics.jsonl in trackers: in order, continued after a resume, and never the reason that a run fails."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import SpecError, one_line
-from carrywave.runs.tracking import tracking
-from carrywave.runs.tracking.tracker import Description, NotFound, Row, values_of
-from carrywave.runs.tracking.tracking import Tracking
-from carrywave.spec.load import parse
+from carrywave.runs import tracking
+from carrywave.runs.tracking import Row, Tracking
 
 SEQUENCES = [([[float(up), float(step)] for step in range(4)], "up" if up else "down") for up in [0, 1] * 10]
 
@@ -23,103 +20,62 @@ SEQUENCES = [([[float(up), float(step)] for step in range(4)], "up" if up else "
 class Fake:
     """A tracker that keeps what it gets."""
 
-    def __init__(self, *, fails: str = "", holds: threading.Event | None = None) -> None:
-        self.opened: list[str | None] = []
-        self.steps: list[int] = []
-        self.closed: list[str] = []
-        self.fails, self.holds = fails, holds
+    def __init__(self, *, fails: BaseException | None = None, at: str = "open", holds: threading.Event | None = None) -> None:
+        self.got: list[object] = []
+        self.fails, self.at, self.holds = fails, at, holds
 
-    def open(self, known: str | None) -> str:
-        if self.fails == "open":
-            raise ConnectionError("no route\nto host.")
-        if self.fails == "forgets" and known is not None:
-            raise NotFound(known)
-        self.opened.append(known)
-        return "record-1" if known is None else known
-
-    def send(self, rows: Sequence[Row]) -> None:
-        if self.fails == "exit":
-            raise SystemExit(3)
-        if self.fails == "send":
-            raise ConnectionError("gone")
+    def _get(self, what: str, value: object) -> None:
+        if self.fails is not None and self.at == what:
+            raise self.fails
         if self.holds is not None:
             self.holds.wait()
-        self.steps += [row["step"] for row in rows]
+        self.got.append(value)
+
+    def open(self) -> None:
+        self._get("open", "open")
+
+    def add(self, row: Row) -> None:
+        self._get("add", row["step"])
+
+    def go_back(self, step: int) -> None:
+        self._get("go_back", f"back to {step}")
 
     def close(self, how: str) -> None:
-        self.closed.append(how)
+        self._get("close", how)
 
 
-def write(metrics: Path, *steps: int) -> int:
-    with metrics.open("a") as file:
-        for step in steps:
-            file.write(json.dumps({"split": "train", "step": step, "loss": 0.5}) + "\n")
-    return metrics.stat().st_size
-
-
-def copied(metrics: Path, fake: Fake, *steps: int) -> list[str]:
-    """Have these rows copied in one attempt of a run; returns what was said."""
+def tracked(fake: Fake, *steps: int) -> list[str]:
+    """Give it these rows in one attempt of a run; returns what was said."""
     said: list[str] = []
-    with Tracking({"fake": fake}, metrics, said.append) as trackers:
+    with Tracking({"fake": fake}, said.append) as trackers:
         for step in steps:
-            write(metrics, step)
-            trackers.wake()
+            trackers.add({"split": "train", "step": step, "loss": 0.5})
     return said
 
 
-def test_every_row_is_copied_once_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
-    metrics, fake = tmp_path / "metrics.jsonl", Fake()
-    assert copied(metrics, fake, 1, 2, 3) == []
-    write(metrics, 4)  # written, but the process was killed before it was copied
-    assert copied(metrics, fake, 5) == []
-    assert (fake.opened, fake.steps, fake.closed) == ([None, "record-1"], [1, 2, 3, 4, 5], ["finished", "finished"])
-
-
-def test_rows_that_are_taken_back_are_copied_again(tmp_path: Path) -> None:
-    metrics, fake = tmp_path / "metrics.jsonl", Fake()
-    kept = write(metrics, 1)
-    copied(metrics, fake, 2, 3)
-    with metrics.open("r+b") as file:
-        file.truncate(kept)
-    copied(metrics, fake, 2, 3, 4)
-    assert fake.steps == [1, 2, 3, 2, 3, 4]
-    with Tracking({"fake": fake}, metrics, print) as trackers:  # the same within one attempt, as with on_nan: back
-        with metrics.open("r+b") as file:
-            file.truncate(kept)
-        trackers.cut_back(kept)
-        write(metrics, 9, 9, 9, 9)
-        trackers.wake()
-    assert fake.steps[6:] == [9, 9, 9, 9]
-
-
-def test_a_record_that_is_gone_begins_anew(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    copied(metrics, Fake(), 1, 2)
-    fake = Fake(fails="forgets")
-    copied(metrics, fake, 3)
-    assert fake.steps == [1, 2, 3]
+def test_every_row_is_sent_in_order_and_a_tracker_is_told_of_going_back() -> None:
+    fake = Fake()
+    with Tracking({"fake": fake}, print) as trackers:
+        for step in (1, 2, 3):
+            trackers.add({"split": "train", "step": step, "loss": 0.5})
+        trackers.go_back(2)
+        trackers.add({"split": "train", "step": 3, "loss": 0.5})
+        trackers.how = "stopped"
+    assert fake.got == ["open", 1, 2, 3, "back to 2", 3, "stopped"]
 
 
 @pytest.mark.parametrize(
-    ("fails", "said"), [("open", "ConnectionError: no route to host"), ("send", "ConnectionError: gone"), ("exit", "SystemExit: 3")]
+    ("error", "at", "said"),
+    [
+        (ConnectionError("no route\nto host."), "open", "ConnectionError: no route to host"),
+        (ConnectionError("gone"), "add", "ConnectionError: gone"),
+        (SystemExit(3), "add", "SystemExit: 3"),
+        (ValueError(f"is refused {'for a reason ' * 20}; set A=1."), "open", f"ValueError: is refused {'for a reason ' * 20}; set A=1"),
+    ],
 )
-def test_a_failure_is_one_line_and_the_next_attempt_makes_up_for_it(fails: str, said: str, tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    assert copied(metrics, Fake(fails=fails), 1, 2) == [
-        f"fake no longer records this run: {said}; training goes on, and metrics.jsonl has every row"
-    ]
-    fake = Fake()
-    copied(metrics, fake, 3)
-    assert fake.steps == [1, 2, 3]
-
-
-def test_what_a_tracker_refuses_is_said_with_its_remedy(tmp_path: Path) -> None:
-    class Refusing(Fake):
-        def open(self, known: str | None) -> str:
-            raise ValueError(f"the file store is no longer supported {'for a reason ' * 20}; set MLFLOW_ALLOW_FILE_STORE=true.")
-
-    [line] = copied(tmp_path / "metrics.jsonl", Refusing(), 1)
-    assert "; set MLFLOW_ALLOW_FILE_STORE=true; training goes on" in line
+def test_a_failure_is_one_line_with_its_remedy(error: BaseException, at: str, said: str) -> None:
+    expected = f"fake no longer records this run: {said}; training goes on, and metrics.jsonl has every row"
+    assert [" ".join(line.split()) for line in tracked(Fake(fails=error, at=at), 1, 2)] == [" ".join(expected.split())]
 
 
 def test_an_endless_message_is_cut_between_words() -> None:
@@ -128,19 +84,19 @@ def test_an_endless_message_is_cut_between_words() -> None:
     assert said.endswith((" words …", " several …"))
 
 
-def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_run_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "CLOSE_SECONDS", 0.05)
     holds = threading.Event()
-    [said] = copied(tmp_path / "metrics.jsonl", Fake(holds=holds), 1)
+    [said] = tracked(Fake(holds=holds), 1)
     holds.set()
     assert "did not take the last rows within 0.05 seconds" in said
 
 
-def test_a_run_that_fails_says_so_to_its_trackers(tmp_path: Path) -> None:
+def test_a_run_that_fails_says_so_to_its_trackers() -> None:
     fake = Fake()
-    with pytest.raises(ZeroDivisionError), Tracking({"fake": fake}, tmp_path / "metrics.jsonl", print):
+    with pytest.raises(ZeroDivisionError), Tracking({"fake": fake}, print):
         raise ZeroDivisionError
-    assert fake.closed == ["failed"]
+    assert fake.got == ["open", "failed"]
 
 
 def test_a_missing_package_is_said_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +106,21 @@ def test_a_missing_package_is_said_before_anything_is_trained(tmp_path: Path, mo
     assert not (tmp_path / "run").exists()
 
 
-def test_a_description_and_the_numbers_of_a_row() -> None:
-    described = Description.of(Path("runs/a"), parse({"train": {"lr": 0.5, "track": ["wandb"]}}))
-    assert (described.settings["task"], described.settings["train.lr"], described.settings["train.track"]) == (
-        "language",
-        "0.5",
-        '["wandb"]',
-    )
-    assert dict(values_of({"split": "valid", "step": 3, "loss": 0.5, "mase": None, "steps": 2})) == {"valid/loss": 0.5, "valid/steps": 2.0}
+def test_tensorboard_discards_what_comes_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # type: ignore[import-untyped]
+
+    row: Row = {"split": "train", "epoch": 1, "step": 10, "loss": 0.5}
+    board = tracking.TensorBoard(tmp_path, {})
+    board.add({**row, "lr": 0.5})
+    board.go_back(10)
+    board.add({**row, "step": 11})
+    board.close("finished")
+    first, second = sorted((tmp_path / "tb").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    events = [event for path in (first, second) for event in EventFileLoader(str(path)).Load()]
+    tags = [(value.tag, event.step) for event in events for value in event.summary.value]
+    assert tags == [("train/loss", 10), ("train/lr", 10), ("train/loss", 11)]
+    assert [event.step for event in events if event.HasField("session_log")] == [11]
+    assert dict(tracking.numbers_of({**row, "mase": None, "steps": 2})) == {"train/epoch": 1.0, "train/loss": 0.5, "train/steps": 2.0}
 
 
 def fit(run: Path, track: str, epochs: int = 2, **how: Any) -> Any:
@@ -211,7 +174,8 @@ def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fit(tmp_path / "run", "wandb")
     fit(tmp_path / "run", "wandb", epochs=4, resume=True)
     assert "no longer records" not in caplog.text
-    identity = json.loads((tmp_path / "run/tracking/wandb.json").read_text())["id"]
+    identity = tracking.read_id(tmp_path / "run", "wandb")
+    assert identity is not None
     first, second = sorted((tmp_path / "run/tracking/wandb").glob("offline-run-*"))
     assert first.name.endswith(identity)
     assert second.name.endswith(identity)

@@ -172,7 +172,7 @@ def test_a_run_that_fails_waits_a_while_for_its_snapshot(writer: Writer, monkeyp
 def test_a_part_that_failed_does_not_end_the_wait_for_the_others(tmp_path: Path) -> None:
     """The draft is removed after it: nobody may be writing into it then."""
     writer = Writer(World(0, 3, 0, 3, torch.device("cpu"), "gloo"), tmp_path)
-    job = writers._Job(tmp_path / "step-1", tmp_path, {}, None, {}, 1, False, lambda: None, lambda: None)
+    job = writers._Job(tmp_path / "step-1", tmp_path, {}, None, {}, 1, False, lambda: None)
     (tmp_path / "report-1.json").write_text('{"failure": ["RunError", "full; free some"]}')
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(writer._complete(job, {})))

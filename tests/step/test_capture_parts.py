@@ -33,7 +33,7 @@ from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.plan import Plan
-from carrywave.runs.evaluation import passes
+from carrywave.prediction.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.graphs.capture import Capture, _reason

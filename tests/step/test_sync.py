@@ -14,7 +14,6 @@ from carrywave.errors import PlanError, SpecError
 from carrywave.plan.memory import largest_stage
 from carrywave.plan.plan import Plan, check_sync
 from carrywave.plan.units import Units
-from carrywave.runs.summary import _sync
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.train_spec import TrainSpec
@@ -22,6 +21,7 @@ from carrywave.step.nonfinite import Seen
 from carrywave.step.sync.averaging import Averaging, OuterRule, bounds, fragments_due, sum_over
 from carrywave.step.sync.meeting import joined
 from carrywave.step.sync.shares import ShareServer
+from carrywave.train.start.summary import _sync
 
 CLOSE = 1e-12  # a dozen additions in float64
 

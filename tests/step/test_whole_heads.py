@@ -22,7 +22,7 @@ from carrywave.spec.load import parse
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.worker_setup import _check_plan
-from carrywave.train.start.initial_model import own_model
+from carrywave.train.start.own_model import own_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _chain import Chain

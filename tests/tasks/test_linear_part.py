@@ -18,8 +18,8 @@ from carrywave.model.encoders import Numbers
 from carrywave.model.heads.forecast import Forecast, deviation
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.runs.evaluation import order_for
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.evaluation import order_for
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.step.trainer import Trainer

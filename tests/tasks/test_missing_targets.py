@@ -14,7 +14,7 @@ from carrywave.data.order import Cursor
 from carrywave.data.prepare import Prepared
 from carrywave.data.python_inputs import from_python
 from carrywave.model.heads.forecast import Forecast
-from carrywave.runs.evaluation import order_for
+from carrywave.prediction.evaluation import order_for
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks import views

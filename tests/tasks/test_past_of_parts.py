@@ -12,7 +12,7 @@ from carrywave.data.loader import build
 from carrywave.data.order import Cursor
 from carrywave.data.python_inputs import from_python
 from carrywave.errors import SpecError
-from carrywave.runs.evaluation import order_for
+from carrywave.prediction.evaluation import order_for
 from carrywave.spec.load import parse
 from carrywave.tasks.task import Task
 

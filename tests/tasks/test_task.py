@@ -119,7 +119,7 @@ MODELS: list[dict[str, Any]] = [
     {"hidden": 6, "layers": 2, "tie": True},
     {"hidden": [8, 5], "layers": 2, "embedding": 4, "layer_norm": True, "learned_carry": True, "forget_bias": 1.0},
     {"hidden": 6, "layers": 2, "projection": 3, "init": "orthogonal"},
-    {"hidden": 6, "layers": 2, "softmax": "adaptive", "cutoffs": [2]},
+    {"hidden": 16, "layers": 2, "softmax": "adaptive"},
     {"hidden": 6, "layers": 2, "cell": "slstm", "heads": 2, "cell_norm": True, "zoneout": 0.1, "learned_carry": True},
 ]
 

@@ -12,9 +12,9 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import RunError, SpecError
+from carrywave.prediction.predict import predict_run
 from carrywave.report.chart import Chart
 from carrywave.report.samples import samples_of
-from carrywave.runs.prediction import predict_run
 from carrywave.spec.load import parse
 
 MODEL: dict[str, Any] = {"hidden": 8, "linear": 12}

@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 
-from carrywave.errors import Diverged, RunError
-from carrywave.runs.checkpoint import own_weights
-from carrywave.runs.run_source import weights_file
-from carrywave.runs.trained_run import open_run
+from carrywave.errors import RunError
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.train.checkpointer import Checkpointer
-from carrywave.train.evaluations import improves
 from carrywave.train.fit import train
-from carrywave.train.loop import Loop
-from carrywave.train.loop_state import LoopState
 
 TEXT = "the carry is passed along, and work moves through layers and time as a wave. " * 8
 
@@ -92,55 +85,3 @@ def test_damaged_best_weights_are_restored_from_their_snapshot(tmp_path: Path) -
     (run / "weights.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     train(spec(tmp_path), run=run, device="cpu", watch=Watch(), resume=True)
     assert (run / "weights.safetensors").read_bytes() == whole
-
-
-def test_the_weights_of_another_run_are_refused_and_restored(tmp_path: Path) -> None:
-    """Of the same shapes, the same number of steps, and with a checksum of their own."""
-    run, other, watch = tmp_path / "run", tmp_path / "other", Watch()
-    train(spec(tmp_path), run=run, device="cpu", watch=Watch())
-    train(spec(tmp_path, seed=2), run=other, device="cpu", watch=Watch())
-    own = (run / "weights.safetensors").read_bytes()
-    metrics = (run / "metrics.jsonl").read_bytes()
-    assert rows(run, "test")[0]["weights_step"] == rows(other, "test")[0]["weights_step"]
-    shutil.copy(other / "weights.safetensors", run)
-    for used in (lambda: open_run(run, "cpu"), lambda: weights_file(str(run))):
-        with pytest.raises(RunError, match=r"is from another run, or the first row of metrics\.jsonl was changed"):
-            used()
-    assert weights_file(str(run / "weights.safetensors")).is_file()  # as a file, anybody's
-    train(spec(tmp_path), run=run, device="cpu", watch=watch, resume=True)
-    assert (run / "weights.safetensors").read_bytes() == own
-    assert (run / "metrics.jsonl").read_bytes() == metrics
-    assert any(line.endswith("they were restored from their snapshot") for line in watch.lines)
-    (run / "metrics.jsonl").unlink()  # of a folder with only the weights, nothing can be said
-    open_run(run, "cpu")
-
-
-def test_going_back_behind_the_best_evaluation_gives_the_weights_of_the_best_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of that evaluation there is no snapshot (a full disk, say): its rows are gone, and its weights are not those of the step before."""
-    save, step = Checkpointer.save, Loop._step
-    met = list[int]()
-
-    def full(self: Checkpointer, state: LoopState, *, final: bool = False) -> None:
-        if met or state.step < 8:
-            save(self, state, final=final)
-
-    def bad(self: Loop, *given: Any) -> Any:
-        if self.state.step == 12 and not met:
-            met.append(12)
-            raise Diverged("the loss is no longer finite at step 12; lower train.lr")
-        return step(self, *given)
-
-    def better(metric: str, values: Any, best: Any) -> bool:
-        return not met and improves(metric, values, best)
-
-    monkeypatch.setattr(Checkpointer, "save", full)
-    monkeypatch.setattr(Loop, "_step", bad)
-    monkeypatch.setattr("carrywave.train.loop.improves", better)
-    run = tmp_path / "run"
-    train(spec(tmp_path, on_nan="back", max_steps=20), run=run, device="cpu", watch=Watch())
-    [test] = rows(run, "test")
-    [kept] = [row["loss"] for row in rows(run, "valid") if row["step"] == test["weights_step"]]
-    assert (test["weights_step"], test["loss"]) == (5, kept)
-    own_weights.check(run / "weights.safetensors")

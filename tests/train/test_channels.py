@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 import carrywave as cw
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
 from carrywave.train.backtest import Request, backtest_run
 
 HOW: dict[str, Any] = {

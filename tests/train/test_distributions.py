@@ -13,9 +13,10 @@ import carrywave as cw
 from carrywave.data.prepare import prepare
 from carrywave.data.python_inputs import read_python
 from carrywave.errors import DataError, SpecError
-from carrywave.runs.prediction import predict
-from carrywave.runs.rows.outputs import Outputs
-from carrywave.runs.trained_run import evaluate_run, open_run
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.outputs import Outputs
+from carrywave.prediction.predict import predict
+from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.tasks.task import Task
 
@@ -94,7 +95,9 @@ def test_what_reads_a_run_finds_quantiles(runs: Path, kind: str) -> None:
     assert {"q0.1", "q0.5", "q0.9", "truth"} <= set(back.columns)
     both = predict([runs / kind, runs / kind], runs / "demand.csv", device="cpu")
     assert both[0]["y-q0.9"] == pytest.approx(rows[0]["y-q0.9"])
-    with pytest.raises(DataError, match=rf"forecasts a distribution \(data\.distribution={kind}\), and the average of several has no"):
+    with pytest.raises(
+        DataError, match=rf"forecasts a distribution \(data\.distribution={kind}\), whose average is not that of the forecasts"
+    ):
         evaluate_run([runs / kind, runs / kind], device="cpu")
 
 

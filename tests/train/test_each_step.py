@@ -19,8 +19,8 @@ from carrywave.cli.main import app
 from carrywave.errors import UserError
 from carrywave.exporting.run_export import export_run
 from carrywave.plan.units import Units
-from carrywave.runs.prediction import predict
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict
 from carrywave.spec.load import parse
 
 STATIC = ["quick", "fast", "slow"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.exporting.run_export import export_run
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
 from carrywave.spec.load import parse
 from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import carrywave as cw
 from carrywave.errors import SpecError
 from carrywave.train import loop as loops
-from carrywave.train.evaluations import check_can_judge, improves, score_of
+from carrywave.train.evaluations import check_metric, improves, score_of
 from carrywave.train.result import Result
 
 SEQUENCES = [([[float(up), float(step)] for step in range(4)], "up" if up else "down") for up in [0, 1] * 10]
@@ -34,7 +34,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         loss, accuracy = next(given)
         return {"loss": loss, "accuracy": accuracy, "macro_f1": accuracy}
 
-    monkeypatch.setattr(loops, "evaluate", evaluate)
+    monkeypatch.setattr(loops, "evaluate_part", evaluate)
 
 
 @pytest.mark.parametrize(("best", "epoch"), [("accuracy", 2), ("loss", 5)])
@@ -86,5 +86,5 @@ def test_a_metric_that_cannot_be_had_is_refused_before_training(tmp_path: Path) 
     assert not (tmp_path / "run").exists()
     model = cw.Model(nn.Linear(2, 2), cw.LSTM(2, 2), OnlyLoss())
     with pytest.raises(SpecError, match="the head has only a loss; add a forward method"):
-        check_can_judge("accuracy", model, ["a", "b"])
-    check_can_judge("loss", model, ["a", "b"])
+        check_metric("accuracy", model, ["a", "b"])
+    check_metric("loss", model, ["a", "b"])

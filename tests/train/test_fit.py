@@ -16,7 +16,7 @@ from torch import nn
 
 from carrywave.data.batch import Batch
 from carrywave.errors import Diverged, PlanError, RunError, SpecError, UserError
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -40,7 +40,7 @@ def language(text: Path, **train_keys: Any) -> Spec:
     return parse(
         {
             "data": {"train": str(text), "test": str(text)},
-            "model": {"hidden": 12, "layers": 2, "dropout": 0.2, "forget_bias": None, "init_bias": "zero", "init_scale": 0.1},
+            "model": {"hidden": 12, "layers": 2, "dropout": 0.2, "forget_bias": None, "init_bias": "zero"},
             "batch": {"lanes": 8, "steps": 16},
             "train": keys,
         }

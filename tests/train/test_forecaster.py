@@ -274,7 +274,7 @@ def test_a_run_opened_again_is_fitted_with_its_own_settings(tmp_path: Path) -> N
 
 def test_a_run_from_files_is_fitted_again_with_a_frame(tmp_path: Path) -> None:
     FRAME[["unique_id", "ds", "y"]].to_csv(tmp_path / "days.csv", index=False, sep=";")
-    data = {"train": str(tmp_path / "days.csv"), "separator": ";", "horizon": 3, "transform": "log1p"}
+    data = {"train": str(tmp_path / "days.csv"), "read": {"sep": ";"}, "horizon": 3, "transform": "log1p"}
     cw.fit(SMALL["model"], None, task="forecasting", data=data, batch=SMALL["batch"], train={"epochs": 1}, run=tmp_path / "run")
     opened = cw.Forecaster.load(tmp_path / "run").fit(FRAME)
     assert load_own(tmp_path / "run-2" / "spec.yaml").data.transform == "log1p"

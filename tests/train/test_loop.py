@@ -24,7 +24,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Program
-from carrywave.runs.evaluation import evaluate
+from carrywave.prediction.evaluation import evaluate
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -85,7 +85,7 @@ def language(text: Path, batch: dict[str, Any] | None = None, **train_keys: Any)
     return parse(
         {
             "data": {"train": str(text)},
-            "model": {"hidden": 6, "layers": 1, "dropout": 0.1, "forget_bias": None, "init_bias": "zero", "init_scale": 0.1},
+            "model": {"hidden": 6, "layers": 1, "dropout": 0.1, "forget_bias": None, "init_bias": "zero"},
             "batch": {"lanes": LANES, "steps": STEPS, **(batch or {})},
             "train": {"epochs": 2, "lr": 5e-3, "log_every": 3, "schedule": "constant", **train_keys},
         }
@@ -120,7 +120,7 @@ def test_once_averaging_began_the_average_is_judged_and_kept_and_the_raw_weights
             if "weight averaging starts" in line:
                 begun.append(len(seen))
 
-    monkeypatch.setattr(loops, "evaluate", watched)
+    monkeypatch.setattr(loops, "evaluate_part", watched)
     keys: dict[str, Any] = {"optimizer": "ntasgd", "lr": 4.0, "nonmono": 1, "evaluate_every": 3, "epochs": 2, "precision": "fp64"}
     result = train(language(text, **keys), run=tmp_path / "run", device="cpu", watch=Listening())
     best = weights_of(result.model)

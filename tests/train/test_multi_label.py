@@ -19,10 +19,10 @@ from carrywave.errors import DataError, UserError
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads.classes import Sigmoid
 from carrywave.model.model import Model
+from carrywave.prediction.saved_run import open_run
 from carrywave.report.page import render
 from carrywave.report.record import read_run
 from carrywave.report.samples import samples_of
-from carrywave.runs.trained_run import open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
@@ -105,8 +105,8 @@ def test_labels_of_a_sequence_and_their_weights(folder: Path, whole: Path) -> No
     [row] = cw.predict(whole, [{"steps": pieces()[0]["steps"]}], device="cpu")
     assert list(row) == ["label", "probabilities"]
     assert row["label"] == [name for name in NAMES if row["probabilities"][name] >= 0.5]
-    with pytest.raises(UserError, match=r"top-k|top_k"):
-        cw.evaluate(whole, device="cpu", top_k=(2,))
+    with pytest.raises(UserError, match=r"--top |top="):
+        cw.evaluate(whole, device="cpu", top=(2,))
     with pytest.raises(UserError, match="is for one label each"):
         cw.evaluate(whole, device="cpu", confusion=True)
 

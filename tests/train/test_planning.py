@@ -24,8 +24,10 @@ from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.plan_spec import PlanSpec
+from carrywave.train.from_python import _check_workers
 from carrywave.train.start import planning
-from carrywave.train.start.planning import Planned, PlanRequest, best_number, check_workers, plan_before, plan_run
+from carrywave.train.start.planning import Planned, PlanRequest, best_number, plan_run
+from carrywave.train.start.run_source import plan_before
 
 ALONE = World.alone(torch.device("cpu"))
 
@@ -133,7 +135,7 @@ def test_without_a_profile_this_machine_is_measured(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_plan_of_a_run_is_read_back(tmp_path: Path) -> None:
-    folder = Run.create(tmp_path / "run", "language", events=False)
+    folder = Run.create(tmp_path / "run", "language")
     assert plan_before(folder) is None
     plan = Plan(2, 2, (3,), 8, 1, True, "aten", True)
     with folder:
@@ -146,16 +148,16 @@ DAMAGED = [json.dumps({**asdict(Plan()), **wrong}) for wrong in ({"stages": -1},
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", *DAMAGED])
 def test_a_damaged_plan_is_made_anew(text: str, tmp_path: Path) -> None:
-    folder = Run.create(tmp_path / "run", "language", events=False)
+    folder = Run.create(tmp_path / "run", "language")
     folder.make()
     (folder.path / "plan.json").write_text(text)
     assert plan_before(folder) is None
 
 
 def test_workers_that_do_not_fit_the_plan_are_refused() -> None:
-    check_workers(PlanSpec(stages=2), 4)
+    _check_workers(PlanSpec(stages=2), 4)
     with pytest.raises(PlanError, match=r"devices=3 does not match plan.replicas x plan.stages \(any number x 2\)"):
-        check_workers(PlanSpec(stages=2), 3)
+        _check_workers(PlanSpec(stages=2), 3)
 
 
 def test_overheads_of_a_machine_count(use: Any) -> None:
@@ -188,7 +190,7 @@ def test_without_a_number_the_gpus_that_pay_are_taken(use: Any, tmp_path: Path, 
     assert said[-1].endswith("; pass devices=4 to use all of them")
     use(machine(within=Link(1e-9, 1e15), task_seconds=0.0, step_seconds=0.0, rates=as_long_as_wide(), devices_per_host=4))
     assert best_number(spec, "auto", said.append) == 4
-    folder = Run.create(tmp_path / "run", "language", events=False)
+    folder = Run.create(tmp_path / "run", "language")
     with folder:
         folder.write_spec(spec)
         folder.write_json("plan.json", asdict(Plan(2)))

@@ -80,8 +80,8 @@ def test_one_or_several(tmp_path: Path) -> None:
     labels = np.array(["a", "b", "c"])[np.arange(len(STEPS)) % 3]
     result = cw.fit({"hidden": 4, "layers": 1}, (STEPS, labels), **HOW, train={"epochs": 1}, run=tmp_path / "run")
     given: dict[str, Any] = {"data": (STEPS, labels), "device": "cpu"}
-    one = cw.evaluate(result.run, **given, by="label", top_k=2)
-    assert one == cw.evaluate(result.run, **given, by=["label"], top_k=(2,))
+    one = cw.evaluate(result.run, **given, by="label", top=2)
+    assert one == cw.evaluate(result.run, **given, by=["label"], top=(2,))
     assert {"by_label", "top_2_accuracy"} <= one.keys()
 
 

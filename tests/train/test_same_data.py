@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from carrywave.train.start.same_data import FilesSeen, difference
+from carrywave.train.start.reading import FilesSeen, difference
 
 ONE, TWO = "1" * 64, "2" * 64
 

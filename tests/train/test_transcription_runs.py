@@ -69,7 +69,7 @@ def test_what_cannot_be_predicted_is_refused(folder: Path) -> None:
     rows = [{"text": "ab"}]
     with pytest.raises(UserError, match=r"beam.* is at least 1; change it"):
         cw.predict(folder / "run", rows, beam=0, device="cpu")
-    with pytest.raises(RunError, match="runs of transcription cannot be averaged: each puts a label at another step"):
+    with pytest.raises(UserError, match="puts each label at a step of its own, and has no probabilities of single ones to average"):
         cw.predict([folder / "run", folder / "run"], rows, device="cpu")
     with pytest.raises(UserError, match="a stepper gives its answer before the sequence ends"):
         cw.stepper(folder / "run", device="cpu")

@@ -12,7 +12,7 @@ import pytest
 import carrywave as cw
 from carrywave.data.tables.channels import backward, forward
 from carrywave.errors import DataError, SpecError
-from carrywave.runs.trained_run import evaluate_run
+from carrywave.prediction.evaluate import evaluate_run
 from carrywave.spec.load import parse
 from carrywave.train.backtest import Request, backtest_run
 

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.runs.ensemble.evaluation import evaluate_together
-from carrywave.runs.evaluation import Details
-from carrywave.runs.trained_run import evaluate_run, open_run
+from carrywave.prediction.ensemble import evaluate_together
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.evaluation import Details
+from carrywave.prediction.saved_run import open_run
 
 MODEL = {"hidden": 6, "layers": 1, "dropout": 0.0}
 HOW: dict[str, Any] = {"batch": {"tokens": 64}, "train": {"epochs": 2, "lr": 0.05, "precision": "fp64"}}

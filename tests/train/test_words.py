@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import carrywave as cw
 from carrywave.errors import DataError, UserError
 from carrywave.exporting.run_export import export_run
-from carrywave.runs.trained_run import open_run
+from carrywave.prediction.saved_run import open_run
 
 HAS_ONNX = all(find_spec(name) is not None for name in ("onnx", "onnxruntime"))
 

@@ -5,38 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from carrywave.errors import SpecError
-from carrywave.tuning.search_space import Choices, Range, check_space, read_space, space_from, space_of, spec_with
+from carrywave.tuning.search_space import check_space, combinations, samples_of, space_from, space_of, value_of
 
 BASE: dict[str, Any] = {"task": "classification", "data": {"train": "a.jsonl", "valid": "b.jsonl"}}
 
 
 def test_words_are_choices_ranges_and_values_for_all() -> None:
     words = ["model.hidden=64,128", "train.lr=1e-4..1e-2", "model.layers=1..3", "train.epochs=9", "train.optimizer=adam,sgd"]
-    space, fixed = space_of([*words, "model.dropout=0..0.5", "train.betas=[0.9,0.99],[0.8,0.9]", "data.columns=[a,b]"])
+    space, fixed = space_of(
+        [*words, "model.dropout=0..0.5", "train.betas=[0.9,0.99],[0.8,0.9]", "data.columns=[a,b]", "train.warmup=1..10"]
+    )
     assert space == {
-        "model.hidden": Choices((64, 128)),
-        "train.lr": Range(1e-4, 1e-2),
-        "model.layers": Range(1, 3),
-        "train.optimizer": Choices(("adam", "sgd")),
-        "model.dropout": Range(0, 0.5),
-        "train.betas": Choices(([0.9, 0.99], [0.8, 0.9])),
+        "model.hidden": CategoricalDistribution(("64", "128")),
+        "train.lr": FloatDistribution(1e-4, 1e-2, log=True),
+        "model.layers": IntDistribution(1, 3),
+        "train.optimizer": CategoricalDistribution(('"adam"', '"sgd"')),
+        "model.dropout": FloatDistribution(0, 0.5),
+        "train.betas": CategoricalDistribution(("[0.9, 0.99]", "[0.8, 0.9]")),
+        "train.warmup": IntDistribution(1, 10, log=True),
     }
     assert fixed == ["train.epochs=9", "data.columns=[a,b]"]
-    assert read_space({key: values.to_json() for key, values in space.items()}) == space
-
-
-def test_a_range_is_whole_or_by_orders_of_magnitude_as_its_ends_say() -> None:
-    assert (Range(1, 3).whole, Range(1, 3).log) == (True, False)
-    assert (Range(1e-4, 1e-2).whole, Range(1e-4, 1e-2).log) == (False, True)
-    assert (Range(1, 10).log, Range(0, 100).log, Range(2.0, 19.0).log) == (True, False, False)
-    assert Range(0.0, 0.5).rounded(0.123456) == 0.1235
-    assert Range(0.12345, 0.5).rounded(0.123451) == 0.12345 or Range(0.12345, 0.5).rounded(0.123451) == 0.1235
-    assert Range(0.99996, 2.0).rounded(0.99996) == 1.0
-
-
-def test_python_says_the_same_with_lists_and_tuples() -> None:
+    assert samples_of(space["train.betas"]) == [[0.9, 0.99], [0.8, 0.9]]
+    assert value_of(space["train.betas"], "[0.8, 0.9]") == [0.8, 0.9]
+    assert [value_of(space["model.dropout"], drawn) for drawn in (0.123456, 0.49999999)] == [0.1235, 0.5]
+    assert combinations(space) is None
+    assert len(combinations({key: space[key] for key in ("model.hidden", "train.betas")}) or []) == 4
     assert space_from({"train.lr": (1e-4, 1e-2), "model.hidden": [4, 8]}) == space_of(["train.lr=1e-4..1e-2", "model.hidden=4,8"])[0]
 
 
@@ -71,12 +67,6 @@ def test_what_is_no_choice_and_no_range_is_refused(given: dict[str, Any], said: 
 def test_keys_and_values_are_checked_before_the_first_trial(words: list[str], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         check_space(BASE, space_of(words)[0])
-
-
-def test_a_value_may_need_another_key() -> None:
-    space, _ = space_of(["train.optimizer=adam,sgd", "train.momentum=0.0,0.9"])
-    check_space(BASE, space)
-    assert spec_with(BASE, {"train.optimizer": "sgd", "train.momentum": 0.9}).train.momentum == 0.9
 
 
 def test_a_seed_that_picks_what_is_held_out_is_not_searched() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from carrywave.cli.main import app
 from carrywave.errors import RunError
 from carrywave.spec.load import parse
-from carrywave.tuning import child_runs
+from carrywave.tuning import children
 from carrywave.tuning.seeds import train_seeds
 
 SPEC = parse({"task": "classification", "data": {"train": "a.jsonl", "valid": "b.jsonl"}, "train": {"seed": 7}})
@@ -21,52 +20,28 @@ SPEC = parse({"task": "classification", "data": {"train": "a.jsonl", "valid": "b
 
 @pytest.fixture
 def _quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_runs, "COMMAND", (sys.executable, str(Path(__file__).with_name("_fake_run.py"))))
-    monkeypatch.setattr(child_runs, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(children, "COMMAND", (sys.executable, str(Path(__file__).with_name("_fake_run.py"))))
+    monkeypatch.setattr(children, "POLL_SECONDS", 0.01)
 
 
 @pytest.mark.usefixtures("_quick_runs")
 def test_seeds_follow_that_of_the_spec_and_their_median_and_spread_are_told(tmp_path: Path) -> None:
     lines: list[str] = []
-    found = train_seeds(SPEC, 3, run=tmp_path / "r", device="cpu", say=lines.append)
+    found = train_seeds(SPEC, 3, run=tmp_path / "r", where=("cpu", None), say=lines.append)
     assert [(Path(row["run"]).name, row["seed"]) for row in found.rows] == [("seed-1", 7), ("seed-2", 8), ("seed-3", 9)]
     low, middle, high = (row["loss"] for row in found.rows)
     assert found.summary == f"3 seeds: median loss {middle:.4g}, from {low:.4g} to {high:.4g}"
     assert (found.failed, found.ending) == ("", None)
     assert len(lines) == 3
-    more = train_seeds(None, 4, run=tmp_path / "r", device="cpu", resume=True)
+    more = train_seeds(None, 4, run=tmp_path / "r", where=("cpu", None), resume=True)
     assert [row["loss"] for row in more.rows[:3]] == [low, middle, high]
     assert more.rows[3]["seed"] == 10
     with pytest.raises(RunError, match="another spec"):
-        train_seeds(SPEC.model_copy(update={"task": "tagging"}), 4, run=tmp_path / "r", device="cpu", resume=True)
+        train_seeds(SPEC.model_copy(update={"task": "tagging"}), 4, run=tmp_path / "r", where=("cpu", None), resume=True)
     with pytest.raises(RunError, match="not empty"):
-        train_seeds(SPEC, 4, run=tmp_path / "r", device="cpu")
+        train_seeds(SPEC, 4, run=tmp_path / "r", where=("cpu", None))
     with pytest.raises(RunError, match="nothing to resume"):
-        train_seeds(None, 4, run=tmp_path / "none", device="cpu", resume=True)
-
-
-@pytest.mark.usefixtures("_quick_runs")
-def test_runs_do_not_start_from_weights_that_have_changed(tmp_path: Path) -> None:
-    weights, kept, folder = tmp_path / "a.safetensors", tmp_path / "kept.safetensors", tmp_path / "r"
-    for file in (weights, kept):
-        file.write_text("of the first start")
-    train_seeds(SPEC, 1, run=folder, device="cpu", init=str(weights))
-    weights.write_text("trained further")
-    (folder / "seed-1" / "snapshots").mkdir()
-    (folder / "seed-1" / "snapshots" / "last").touch()
-    found = train_seeds(None, 2, run=folder, device="cpu", resume=True)
-    assert [row["state"] for row in found.rows] == ["finished", "failed"]
-    assert found.failed.startswith(f"seed-2 failed: the weights of {weights} have changed since the first run started from them; restore")
-    assert not found.later
-    assert not (folder / "seed-2").exists()
-    again = train_seeds(None, 2, run=folder, device="cpu", resume=True, init=str(kept))
-    assert (again.failed, (folder / "seed-2" / "init").read_text()) == ("", str(kept))
-    train_seeds(None, 2, run=folder, device="cpu", resume=True, init=f"{tmp_path}/./kept.safetensors")
-    with pytest.raises(RunError, match=r"were started from the weights of .*kept\.safetensors; leave init="):
-        train_seeds(None, 2, run=folder, device="cpu", resume=True, init=str(weights))
-    with pytest.raises(RunError, match=r"not found; pass a run folder or a \.safetensors file"):
-        train_seeds(SPEC, 2, run=tmp_path / "other", device="cpu", init=str(tmp_path / "none"))
-    assert not (tmp_path / "other").exists()
+        train_seeds(None, 4, run=tmp_path / "none", where=("cpu", None), resume=True)
 
 
 @pytest.mark.usefixtures("_quick_runs")
@@ -77,40 +52,23 @@ def test_runs_that_go_on_start_from_the_same_weights(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "init.txt").write_text("of a first start that was killed at once\n")
     (folder / ".seeds.yaml.tmp").write_text("task: l")
-
-    def started_from() -> list[str]:
-        return [(folder / f"seed-{number}" / "init").read_text() for number in (1, 2)]
-
-    def go_on(init: Path | None = None) -> None:
-        for number in (1, 2):
-            shutil.rmtree(folder / f"seed-{number}")
-        train_seeds(None, 2, run=folder, device="cpu", resume=True, init=None if init is None else str(init))
-
-    train_seeds(SPEC, 2, run=folder, device="cpu", init=str(weights))
-    assert started_from() == [str(weights)] * 2
-    go_on()
-    assert started_from() == [str(weights)] * 2
-    go_on(weights)
+    train_seeds(SPEC, 1, run=folder, where=("cpu", None), init=str(weights))
+    train_seeds(None, 2, run=folder, where=("cpu", None), resume=True)
+    assert [(folder / f"seed-{number}" / "init").read_text() for number in (1, 2)] == [str(weights)] * 2
     with pytest.raises(RunError, match=r"were started from the weights of .*a\.safetensors; leave init="):
-        train_seeds(None, 2, run=folder, device="cpu", resume=True, init=str(others))
-    weights.rename(tmp_path / "c.safetensors")
-    go_on(tmp_path / "c.safetensors")
-    assert started_from() == [str(tmp_path / "c.safetensors")] * 2
-    (tmp_path / "c.safetensors").unlink()
-    for number in (1, 2):
-        (folder / f"seed-{number}" / "init").unlink()
-    (folder / "seed-1" / "snapshots").mkdir()
-    (folder / "seed-1" / "snapshots" / "last").touch()
-    train_seeds(None, 2, run=folder, device="cpu", resume=True)  # what goes on from a snapshot needs them no more
-    assert [path.parent.name for path in folder.glob("seed-*/init")] == ["seed-2"]
-    train_seeds(SPEC, 1, run=tmp_path / "none", device="cpu")
+        train_seeds(None, 2, run=folder, where=("cpu", None), resume=True, init=str(others))
+    with pytest.raises(RunError, match=r"not found; pass a run folder or a \.safetensors file"):
+        train_seeds(SPEC, 2, run=tmp_path / "other", where=("cpu", None), init=str(tmp_path / "none"))
+    assert not (tmp_path / "other").exists()
+    found = train_seeds(SPEC, 1, run=tmp_path / "none", where=("cpu", None))
+    assert found.summary.startswith("1 seed: loss ")
     with pytest.raises(RunError, match="were started without initial weights"):
-        train_seeds(None, 1, run=tmp_path / "none", device="cpu", resume=True, init=str(others))
+        train_seeds(None, 1, run=tmp_path / "none", where=("cpu", None), resume=True, init=str(others))
 
 
 @pytest.mark.usefixtures("_quick_runs")
 def test_a_seed_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
-    found = train_seeds(SPEC, 2, run=tmp_path / "r", device="cpu", words=["model.hidden=13"])
+    found = train_seeds(SPEC, 2, run=tmp_path / "r", where=("cpu", None), words=["model.hidden=13"])
     assert "seed-1 failed: this brings bad luck" in found.failed
     assert found.summary == "0 of 2 seeds, without a loss on valid"
     assert [row["state"] for row in found.rows] == ["failed", "failed"]
@@ -118,19 +76,19 @@ def test_a_seed_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_quick_runs")
 def test_seeds_that_the_machine_failed_may_be_tried_again(tmp_path: Path) -> None:
-    assert train_seeds(SPEC, 2, run=tmp_path / "s", device="cpu", words=["model.hidden=26"]).later
-    assert not train_seeds(SPEC, 2, run=tmp_path / "t", device="cpu", words=["model.hidden=13"]).later
+    assert train_seeds(SPEC, 2, run=tmp_path / "s", where=("cpu", None), words=["model.hidden=26"]).later
+    assert not train_seeds(SPEC, 2, run=tmp_path / "t", where=("cpu", None), words=["model.hidden=13"]).later
 
 
 @pytest.mark.usefixtures("_quick_runs")
 def test_a_seed_that_was_killed_is_not_counted_among_the_trained_and_is_no_mistake(tmp_path: Path) -> None:
-    train_seeds(SPEC, 2, run=tmp_path / "r", device="cpu")
+    train_seeds(SPEC, 2, run=tmp_path / "r", where=("cpu", None))
     rows = tmp_path / "r" / "seed-2" / "metrics.jsonl"
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:2]))
-    found = train_seeds(None, 2, run=tmp_path / "r", device="cpu", resume=True, words=["fake.killed=1"])
+    found = train_seeds(None, 2, run=tmp_path / "r", where=("cpu", None), resume=True, words=["fake.killed=1"])
     assert [row["state"] for row in found.rows] == ["finished", "failed"]
     only = f"{found.rows[0]['loss']:.4g}"
-    assert found.summary == f"1 of 2 seeds: median loss {only}, from {only} to {only}"
+    assert found.summary == f"1 of 2 seeds: loss {only}"
     assert found.later
 
 
@@ -149,7 +107,7 @@ def test_the_command_says_how_to_predict_with_all(tmp_path: Path) -> None:
 def test_each_seed_that_holds_out_its_own_rows_is_told(tmp_path: Path) -> None:
     lines: list[str] = []
     spec = parse({"task": "classification", "data": {"train": "a.jsonl"}})
-    train_seeds(spec, 1, run=tmp_path / "r", device="cpu", say=lines.append)
+    train_seeds(spec, 1, run=tmp_path / "r", where=("cpu", None), say=lines.append)
     assert "set data.valid" in lines[0]
 
 

@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, note, place_of, spec_and_overrides, wide_console, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, note, spec_and_overrides, wide_console, write_rows
 from carrywave.cli.workers import FewDevicesOption, start_workers
-from carrywave.data.files.remote import is_address
 from carrywave.errors import UserError
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
 from carrywave.parallel.startup.launcher_env import is_first
@@ -41,7 +40,6 @@ def backtest(
     ] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="Train anew for every origin, on all rows before it.")] = False,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of what is trained. Default: runs/backtest-NUMBER.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the backtest in --run where it stopped.")] = False,
     file: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV of all forecasts. Default: backtest.csv in the run's folder.")
     ] = None,
@@ -56,23 +54,21 @@ def backtest(
     trained, overrides = _trained(words)
     if trained is not None and overrides:
         raise UserError(f"{overrides[0]} changes a spec, but {trained} is a trained run; pass its SPEC.yaml instead")
-    if trained is not None and not retrain and (run is not None or resume):
-        raise UserError("a trained run is not trained again, so there is nothing for --run and --resume; add --retrain, or remove them")
+    if trained is not None and not retrain and run is not None:
+        raise UserError("a trained run is not trained again, so there is nothing for --run; add --retrain, or remove it")
     spec = None if trained is not None else load(*spec_and_overrides(words))
     for path in (file, svg, json_file):
         output_file.check(path)
-    if trained is not None and is_address(trained) and (file is None or svg is None):
-        raise UserError(f"{trained} is in an object store, where a backtest writes nothing; say where with -o FILE.csv --svg FILE.svg")
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.train import backtest as backtesting
 
-    request = backtesting.Request(horizon, stride, origins)
+    request = backtesting.RollingOptions(horizon, stride, origins)
     if trained is not None and not retrain:
-        result = backtesting.backtest_run(place_of(trained), data, request, device.value, note)
+        result = backtesting.backtest_run(Path(trained), data, request, device.value, note)
     else:
-        spec = spec or backtesting.spec_of_run(place_of(str(trained)))
-        how: dict[str, Any] = {"retrain": retrain, "run": run, "resume": resume, "device": device.value, "note": note}
+        spec = spec or backtesting.spec_of_run(Path(str(trained)))
+        how: dict[str, Any] = {"retrain": retrain, "run": run, "device": device.value, "note": note}
         with watcher_for(Console()) if is_first() else nullcontext(Silent()) as watch:
             result = backtesting.backtest_spec(spec, data, request, watch=watch, **how)
     if result.ending is not None:
@@ -85,17 +81,17 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The trained run among the words, if one is named, and the overrides."""
     path, overrides = spec_and_overrides(list(words))
     named = next((word for word in words if "=" not in word), None)
-    is_run = named is not None and path is not None and (path.is_dir() or is_address(named))
+    is_run = named is not None and path is not None and path.is_dir()
     return (named if is_run else None), overrides
 
 
 def _report(result: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
+    from carrywave.prediction.row_writer import writing
     from carrywave.report.backtest_picture import picture
-    from carrywave.runs.backtest import rolled
-    from carrywave.runs.rows.row_writer import writing
+    from carrywave.train.backtest import rows_of
 
     with writing(csv_file, ".csv") as writer:
-        writer.add(rolled.rows_of(result.table, result.forecasts, result.columns, result.quantiles))
+        writer.add(rows_of(result))
     rolling = result.rolling
     title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {result.table.name}"
     output_file.write(svg_file, picture(result.table, result.forecasts, result.columns, result.quantiles, title))

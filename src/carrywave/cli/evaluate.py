@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, file_of, note, place_of, runs_and_data, show, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, file_of, note, runs_and_data, show, write_rows
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.errors import UserError
 from carrywave.parallel.startup.launcher_env import is_first
@@ -33,9 +34,9 @@ def evaluate(
             help="Metrics by column, series or step (forecasting, in the units of the file), by label, or of spans by type; repeatable.",
         ),
     ] = None,
-    top_k: Annotated[
+    top: Annotated[
         list[int] | None,
-        typer.Option("--top-k", min=1, metavar="K", help="Labels: also how often the target is among the K most likely; repeatable."),
+        typer.Option("--top", min=1, metavar="K", help="Labels: also how often the target is among the K most likely; repeatable."),
     ] = None,
     confusion: Annotated[bool, typer.Option("--confusion", help="Labels: also the confusion matrix.")] = False,
     json_file: JsonOption = None,
@@ -48,14 +49,14 @@ def evaluate(
     output_file.check(json_file)
     start_workers(devices, device.value)
     with leaving_at_once():
-        from carrywave.runs.rows.standard_input import data_on_all
-        from carrywave.runs.trained_run import evaluate_run
+        from carrywave.prediction.evaluate import evaluate_run
+        from carrywave.prediction.standard_input import data_on_all
         from carrywave.tasks.baselines import beside, verdicts
 
-    places = [place_of(run) for run in runs]
+    places = [Path(run) for run in runs]
     with data_on_all(data, places[0], device.value) as kept_input:
         source = kept_input if data == "-" else None if data is None else file_of(data)
-        row = evaluate_run(places, source, device.value, top_k=tuple(top_k or ()), confusion=confusion, note=note, by=by or ())
+        row = evaluate_run(places, source, device.value, top=tuple(top or ()), confusion=confusion, note=note, by=by or ())
     by_name: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
     if is_first():
         shown = {name: value for name, value in row.items() if name != "confusion"}

@@ -19,7 +19,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "plan": (
         ("carrywave plan words.yaml --devices 4", "the best split over four devices of this machine"),
         ("carrywave plan words.yaml --profile h200 --facts vocabulary=33278", "for GPUs that are elsewhere, without the data"),
-        ("carrywave plan words.yaml --cluster cluster.yaml --svg step.svg", "for a whole cluster, and a picture of a step"),
+        ("carrywave plan words.yaml --cluster cluster.yaml", "for a whole cluster"),
         ("carrywave plan words.yaml --profile h200 --scale", "what 1, 2, 4, … devices would gain"),
     ),
     "doctor": (

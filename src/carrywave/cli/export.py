@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import RunArgument, note, place_of
+from carrywave.cli.options import RunArgument, note
 from carrywave.errors import PlanError
 from carrywave.parallel.startup.launcher_env import launched
 
@@ -42,7 +42,7 @@ def export(
     with leaving_at_once():
         from carrywave.exporting.run_export import export_run
 
-    exported = export_run(place_of(run), to.value, output, stateful=stateful, step=step, note=note)
+    exported = export_run(Path(run), to.value, output, stateful=stateful, step=step, note=note)
     typer.echo(f"wrote {exported.folder}: {', '.join(exported.files)}")
     if exported.difference is not None:
         typer.echo(f"largest difference from the model: {exported.difference:.1e}")

@@ -124,7 +124,7 @@ def plain_warnings() -> None:
 
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto uses CUDA if available.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its address in an object store.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON.")]
 
 
@@ -139,11 +139,6 @@ def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
 def plain(value: object) -> object:
     """The value as JSON can represent it: NaN and infinity become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def place_of(run: str) -> Path | str:
-    """A run as the other modules take it: an address is text, which a path would not keep as it is."""
-    return run if is_address(run) else Path(run)
 
 
 def runs_and_data(words: Sequence[str], *, only_files: bool = False) -> tuple[list[str], str | None]:

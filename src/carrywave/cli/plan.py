@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +19,9 @@ from carrywave.plan.cluster import Cluster, Host
 from carrywave.plan.plan import Plan, check_sync, resolve
 from carrywave.plan.profile import LINKS, PROFILE, Profile, find_profile
 from carrywave.plan.scaling import MOST_DEVICES, scale
-from carrywave.plan.search import asked_for, describe, search
+from carrywave.plan.search import asked_for, search
 from carrywave.plan.show.report import choice_object, scale_object, yaml_line
-from carrywave.plan.show.svg import Panel, draw
-from carrywave.plan.show.text import doubt_text, figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
+from carrywave.plan.show.text import doubt_text, figures_text, rivals_text, scale_text, stages_text, timeline_text
 from carrywave.plan.units import BatchShape, Units
 from carrywave.runs import output_file
 from carrywave.spec.defaults import AUTO, suited, with_precision
@@ -50,7 +49,6 @@ def plan(
     ] = None,
     growth: Annotated[bool, typer.Option("--scale", help="Show how speed and cost grow with 1, 2, 4, … devices.")] = False,
     use_all: Annotated[bool, typer.Option("--all", help="Use all devices, even if fewer would be nearly as fast.")] = False,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the timeline of a step.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")] = None,
 ) -> None:
     """Predict how fast a spec trains when split over devices in different ways, and show the best plan."""
@@ -60,54 +58,39 @@ def plan(
         raise PlanError("--devices and --cluster both define the devices to train on; use only one of them")
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
-    if growth and svg is not None:
-        raise PlanError("--svg draws a step of one plan, but --scale compares many; use only one of them")
     if growth and (use_all or not resolved.plans_itself):
         what = "--all" if use_all else "the plan in the spec"
         raise PlanError(f"--scale finds the fastest plan for each number of devices, but {what} asks for another; remove one of them")
-    output_file.check(svg)
     output_file.check(json_file)
     named = profile or os.environ.get(PROFILE) or None
     if resolved.train.precision == AUTO:
         resolved = with_precision(resolved, suited(made_for_bf16=_made_for_bf16(named, device.value, cluster)))
     units = Units.of(resolved, read_facts(facts) if facts is not None else _facts_of(resolved))
-    offer = _Offer(units, named, device.value, devices)
-    machines = offer.read(cluster) if cluster is not None else offer.uniform()
+    if cluster is None:
+        machines = _uniform(units, named, device.value, devices)
+    else:
+        machines = _read(cluster, lambda: _measured(units, device.value, here(device.value)) if named is None else find_profile(named))
     if growth:
         _show_scale(units, machines, MOST_DEVICES if devices is None else devices, json_file)
     else:
-        _show_choice(resolved, units, machines, svg, json_file, use_all=use_all)
+        _show_choice(resolved, units, machines, json_file, use_all=use_all)
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """The devices to plan for, with a named profile or one measured on this machine."""
+def _uniform(units: Units, named: str | None, device: str, devices: int | None) -> Cluster:
+    """A cluster of identical devices: those of a named profile, or those of this machine, measured."""
+    if named is not None:
+        profile = find_profile(named)  # of another machine, so this machine's device count is irrelevant
+        return Cluster.uniform(profile, devices or profile.devices_per_host)
+    count = devices or here(device)
+    profile = _measured(units, device, count)
+    if profile.devices_per_host < count <= CROWDED * profile.devices_per_host and profile.common_memory:
+        profile = replace(profile, devices_per_host=count)  # all on one host, where `train --devices` would start them
+    return Cluster.uniform(profile, count)
 
-    units: Units
-    named: str | None
-    device: str
-    devices: int | None
 
-    def uniform(self) -> Cluster:
-        """A cluster of identical devices."""
-        if self.named is None:
-            count = self.devices or here(self.device)
-            profile = self.measured(count)
-            if profile.devices_per_host < count <= CROWDED * profile.devices_per_host and profile.common_memory:
-                profile = replace(profile, devices_per_host=count)  # all on one host, where `train --devices` would start them
-            return Cluster.uniform(profile, count)
-        profile = find_profile(self.named)
-        # The profile describes another machine, so this machine's device count is irrelevant.
-        return Cluster.uniform(profile, self.devices or profile.devices_per_host)
-
-    def measured(self, count: int) -> Profile:
-        """The profile of this machine."""
-        on_one = count if count <= CROWDED * cores() else cores()  # more workers than that are assumed to be on further hosts like this one
-        return profile_for(self.units, device=self.device, devices=on_one, note=note)
-
-    def read(self, path: Path) -> Cluster:
-        """Read a cluster file."""
-        return _read(path, lambda: self.measured(here(self.device)) if self.named is None else find_profile(self.named))
+def _measured(units: Units, device: str, count: int) -> Profile:
+    """The profile of this machine; more workers than a few for each core are assumed to be on further hosts like this one."""
+    return profile_for(units, device=device, devices=count if count <= CROWDED * cores() else cores(), note=note)
 
 
 def _read(path: Path, this_machine: Callable[[], Profile]) -> Cluster:
@@ -189,7 +172,7 @@ def _sync(spec: Spec) -> list[str]:
     ]
 
 
-def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, json_file: Path | None, *, use_all: bool) -> None:
+def _show_choice(spec: Spec, units: Units, cluster: Cluster, json_file: Path | None, *, use_all: bool) -> None:
     requested = _requested_plan(spec, units, cluster.devices)
     if requested is not None:
         cluster.place(requested.replicas, requested.stages)  # fail before the search if the plan needs more workers than there are
@@ -216,11 +199,6 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         yaml_line(replace(shown.plan, kernel=spec.plan_spec.kernel), units),
     ]
     typer.echo("\n".join(lines))
-    if svg is not None:
-        # The requested plan above the planner's choice, on a shared time axis.
-        drawn = [shown] if shown.plan == best.best.plan else [shown, best.best]
-        panels = [Panel(f"{describe(each.plan)}: {each.speed}", each.timeline, stage_names(each, len(units))) for each in drawn]
-        output_file.write(svg, draw(panels, _model(spec, units)))
     extra = {"asked": requested is not None, "workers": [asdict(seat) for seat in seated]}
     _write(json_file, choice_object(units, choice) | extra)
 

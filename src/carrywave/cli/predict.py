@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, InputFormat, file_of, place_of, runs_and_data
+from carrywave.cli.options import Device, DeviceOption, InputFormat, file_of, runs_and_data
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.errors import UserError, unwinding
 from carrywave.runs import output_file
@@ -70,11 +70,11 @@ def predict(
     with unwinding():
         start_workers(devices, device.value, direct_output=True)
         with leaving_at_once():
-            from carrywave.runs.prediction import predict_run
+            from carrywave.prediction.predict import predict_run
 
         source = input_file if input_file is None or input_file == "-" else file_of(input_file)
         predict_run(
-            [place_of(run) for run in runs],
+            [Path(run) for run in runs],
             source,
             file,
             prompt=prompt,

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, display_console, place_of, spec_and_overrides, write_rows
+from carrywave.cli.options import Device, DeviceOption, JsonOption, display_console, spec_and_overrides, write_rows
 from carrywave.cli.workers import (
     DevicesOption,
     Elastic,
@@ -30,7 +30,6 @@ from carrywave.cli.workers import (
     start_on_ray,
     start_workers,
 )
-from carrywave.data.files.remote import Store, is_address
 from carrywave.errors import ResourceError, RunError, UserError
 from carrywave.launch import launch_record
 from carrywave.launch.engines.surroundings import Surroundings
@@ -42,16 +41,13 @@ from carrywave.runs.watcher import Silent
 from carrywave.spec.defaults import AUTO, suited, with_precision
 from carrywave.spec.load import dump, load, parse, read_own, with_overrides
 from carrywave.spec.spec import Spec
-from carrywave.spec.yaml_text import parse_yaml
 
 ENDINGS = {"interrupted": INTERRUPTED, "terminated": STOPPED}  # exit codes of a run that stopped early with a snapshot written
 
 
 def train(
     spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="Spec file and overrides, all optional.")] = None,
-    run: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Run folder, or its address in an object store. Default: runs/NAME.")
-    ] = None,
+    run: Annotated[str | None, typer.Option(metavar="DIR", help="Run folder. Default: runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run where it stopped.")] = False,
     or_start: Annotated[
         bool,
@@ -90,7 +86,7 @@ def train(
             resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides, own=True)
         else:
             resolved = load(path, overrides)
-        before = Path(run) if resume and run is not None and not is_address(run) else None
+        before = Path(run) if resume and run is not None else None
         if devices is None and on is None and before is not None:
             devices = devices_of(before, resolved, device.value, where)
         if resume and path is None:
@@ -140,7 +136,7 @@ def _train(
         how = {} if workers is None else {"devices": workers}
         result = train_run(
             resolved,
-            run=None if run is None else place_of(run),
+            run=None if run is None else Path(run),
             resume=resume,
             init=init,
             device=device,
@@ -167,14 +163,12 @@ def _train_seeds(
     further: list[str],
     json_file: Path | None,
 ) -> None:
-    if run is not None and is_address(run):
-        raise RunError(f"{run} is in an object store, but --seeds trains into folders of this machine; pass a folder")
     output_file.check(json_file)
     with leaving_at_once():
         from carrywave.tuning.seeds import train_seeds
 
     place = None if run is None else Path(run)
-    how: dict[str, Any] = {"run": place, "resume": resume, "init": init, "device": device, "devices": devices, "words": further}
+    how: dict[str, Any] = {"run": place, "resume": resume, "init": init, "where": (device, devices), "words": further}
     result = train_seeds(spec, seeds, say=typer.echo, **how)
     write_rows(json_file, result.rows)
     typer.echo(result.summary)
@@ -191,11 +185,6 @@ def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
     """The values of the spec of a run that is resumed; none where another host keeps it, and its workers will read them."""
     if run is None:
         raise RunError("--resume needs a run folder; pass --run DIR")
-    if is_address(run):
-        text = Store(run, RunError).read("spec.yaml")
-        if text is None:
-            raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
-        return dict(parse_yaml(text.decode(errors="replace"), f"{run}/spec.yaml") or {})
     path = Path(run) / "spec.yaml"
     if not path.is_file():
         if not keeps_the_run(where):
@@ -208,7 +197,7 @@ def _run_exists(run: str | None) -> bool:
     """True if there is a run to continue."""
     if run is None:
         raise RunError("--continue needs a run folder; pass --run DIR")
-    return Store(run, RunError).read("spec.yaml") is not None if is_address(run) else (Path(run) / "spec.yaml").is_file()
+    return (Path(run) / "spec.yaml").is_file()
 
 
 def _evaluations(run: Path) -> list[dict[str, object]]:

@@ -46,13 +46,13 @@ def tune(
     with leaving_at_once():
         from carrywave.spec.load import read_values, set_overrides
         from carrywave.tuning.search_space import space_of
-        from carrywave.tuning.tune import BEST, PAGE, How, run_search
+        from carrywave.tuning.tune import BEST, PAGE, SearchOptions, run_search
 
     space, fixed = space_of(keys)
     base = None if resume and not arguments else set_overrides(read_values(Path(files[0])) if files else {}, fixed)
     seconds = 3600 * hours + 60 * minutes
-    how = How(trials, seconds or None, at_once, device.value, devices, lambda line: typer.echo(printable(line)))
-    result = run_search(base, space, how, seed=seed, prune=prune, run=run, resume=resume)
+    options = SearchOptions(trials, seconds or None, at_once, device.value, devices, prune, lambda line: typer.echo(printable(line)))
+    result = run_search(base, space, options, seed=seed, run=run, resume=resume)
     shown = [{name: _text(value) for name, value in row.items() if name != "why"} for row in result.rows]
     show(table_of("trials", shown))
     write_rows(json_file, result.rows)

@@ -27,6 +27,7 @@ from carrywave.data.text.tally import Tally
 from carrywave.data.text.tokenizers import Words, split_words
 from carrywave.errors import DataError
 from carrywave.spec.defaults import with_spans
+from carrywave.spec.model_spec import CHARACTERS
 from carrywave.spec.spec import Spec
 
 Flags = NDArray[np.bool_]
@@ -110,7 +111,7 @@ def learn(rows: NamedRows, spec: Spec, held: Flags) -> Codec:
         chosen = vocabulary.choose(counts, spec.data, keep_rare=keep_rare)
         learned = {"kind": "word", "vocabulary": chosen, "size": len(chosen), "lowercase": spec.data.lowercase}
         if spec.model.characters != "none":
-            learned["characters"], learned["word_length"] = spelling.learn(counts, spec.data.word_length)
+            learned["characters"], learned["word_length"] = spelling.learn(counts, CHARACTERS)
     elif content == "text":
         chosen, bpe, size = vocabulary.learn(spec.data.tokens, seen.contents(seen.text), spec.data, keep_rare=keep_rare)
         learned = {"kind": spec.data.tokens, "vocabulary": chosen, "bpe": bpe, "size": size}

@@ -19,8 +19,8 @@ from carrywave.exporting.description import describe
 from carrywave.exporting.portable import Portable
 from carrywave.model.model import Model
 from carrywave.model.portable_names import EXPORTED, outside
+from carrywave.prediction.saved_run import Saved, open_run
 from carrywave.runs.checkpoint.atomic_files import sync_path, write_tensors
-from carrywave.runs.trained_run import Saved, open_run
 from carrywave.spec.load import dump
 from carrywave.step.worker_setup import tensors_of
 
@@ -114,8 +114,8 @@ def _safetensors(saved: Saved, folder: Path) -> Exported:
 
 
 def _name(saved: Saved) -> str:
-    """The name of a run: the last part of its path, or of its address in an object store."""
-    return saved.run.path.resolve().name if saved.run.remote is None else saved.run.remote.address.rstrip("/").rpartition("/")[2]
+    """The name of a run: the last part of its path."""
+    return saved.run.path.resolve().name
 
 
 def _free(folder: Path) -> Path:

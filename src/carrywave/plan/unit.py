@@ -9,6 +9,7 @@ from carrywave.cells.cell import HALF_PRECISIONS, Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.plan.rates import CallSize
 from carrywave.spec.facts import DataFacts
+from carrywave.spec.model_spec import CHARACTER_EMBEDDING
 from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
@@ -127,7 +128,7 @@ def _plain_encoder(spec: Spec, facts: DataFacts) -> Unit:
 
 def _spelled(words: Unit, spec: Spec, facts: DataFacts) -> Unit:
     """The encoder of words with what reads their characters beside it."""
-    width, added = spec.model.character_embedding, spec.model.character_width
+    width, added = CHARACTER_EMBEDDING, spec.model.character_width
     cell, convolved = by_name("lstm"), spec.model.characters == "cnn"
     read = Convolution(3 * width, added, facts.word_length, dropped=False)
     parameters, kept = (3 * width + 1) * added, 3 * width + 2 * added  # of each character: what the filters read and give

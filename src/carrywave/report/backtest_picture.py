@@ -10,13 +10,15 @@ import numpy as np
 
 from carrywave.data.tables.table import Table
 from carrywave.report.chart import LETTER, Area, Chart, Curve, document
-from carrywave.runs.backtest.rolled import Rolled, times_of
+from carrywave.train.backtest import OriginForecast, times_of
 
 WIDTH = 1000  # pixels
 MOST_CHARTS = 8
 
 
-def picture(table: Table, forecasts: Sequence[Rolled], columns: Sequence[str], quantiles: Sequence[float] | None, title: str) -> str:
+def picture(
+    table: Table, forecasts: Sequence[OriginForecast], columns: Sequence[str], quantiles: Sequence[float] | None, title: str
+) -> str:
     """The SVG of a backtest."""
     pairs = [(series, place) for series in sorted({each.series for each in forecasts}) for place in range(len(columns))]
     left_out = f" (the first {MOST_CHARTS} of {len(pairs)})" if len(pairs) > MOST_CHARTS else ""
@@ -27,7 +29,9 @@ def picture(table: Table, forecasts: Sequence[Rolled], columns: Sequence[str], q
     return document(title + left_out, charts)
 
 
-def _chart(title: str, table: Table, forecasts: Sequence[Rolled], column: tuple[int, str], quantiles: Sequence[float] | None) -> Chart:
+def _chart(
+    title: str, table: Table, forecasts: Sequence[OriginForecast], column: tuple[int, str], quantiles: Sequence[float] | None
+) -> Chart:
     place, values = column[0], table.values[int(table.starts[forecasts[0].series]) :, table.columns.index(column[1])]
     first, end = min(each.known for each in forecasts), max(each.known + len(each.truth_HC) for each in forecasts)
     begin = max(0, first - max(2, end - first))

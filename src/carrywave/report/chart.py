@@ -14,6 +14,8 @@ from typing import ClassVar
 
 from markupsafe import Markup
 
+from carrywave.plan.show.text import ticks
+
 WIDTH, HEIGHT, WIDE = 440, 250, 620  # pixels; WIDE is the width of a chart that has half of the page
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 34  # pixels around the plot
 ROW, LETTER, HEAD = 14, 7.4, 26  # pixels: of a line of text above the plot, of a letter in it, and of a title in a file of its own
@@ -182,13 +184,6 @@ def number(value: float) -> str:
     if value and (size >= 1e15 or size < 1e-4):
         return f"{value:.3g}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
-
-
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values within a range, at most about this many."""
-    step = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= (high - low) * (1 - 1e-9))
-    return [count * step for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def reduced(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:

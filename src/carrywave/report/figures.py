@@ -17,7 +17,6 @@ SHARES = (  # metrics that are parts of one
 )
 NAMES = {"micro_f1": "micro F1", "macro_f1": "macro F1", "span_f1": "span F1", "bits": "bits per token"}
 NAMES |= {name: name.upper() for name in ("mae", "rmse", "mase", "crps", "nse", "kge", "f1")}
-PARTS = ("compute", "messages", "wait", "rest")  # of a worker's step
 
 
 @dataclass(frozen=True)
@@ -155,17 +154,6 @@ def restarts(record: RunRecord) -> list[list[str]]:
         what = "went back after a non-finite step" if row["event"] == "back" else "restarted" if row.get("attempt") else "resumed"
         again = str(max(0, int(reached) - int(step))) if is_number(reached) and is_number(step) else "not known"
         rows.append([_moment(row.get("time")), what, f"{step:,}" if is_number(step) else "not known", again])
-    return rows
-
-
-def workers(record: RunRecord) -> list[list[str]]:
-    """Where the time of each worker went in the step that was timed task by task; empty if none was."""
-    rows = []
-    for each in record.timeline.get("workers") or ():
-        if isinstance(each, dict) and all(is_number(each.get(name)) for name in ("rank", "seconds", *PARTS)) and each["seconds"]:
-            where = f"{each['rank']}: replica {each.get('replica')}, stage {each.get('stage')}"
-            shares = [f"{duration(each[part])} ({each[part] / each['seconds']:.0%})" for part in PARTS]
-            rows.append([where, *shares])
     return rows
 
 

@@ -12,7 +12,6 @@ from carrywave.report.record import LogRow, RunRecord, is_number
 from carrywave.tasks.baselines import BASELINES
 
 MOST_METRICS = 8  # charts of metrics
-MOST_WORKERS = 64  # rows of the table of workers
 COLOURS = 6
 COVERAGE = "coverage_"  # and the quantile: the share of values below its forecast
 
@@ -89,10 +88,6 @@ def _times(record: RunRecord) -> Iterator[Block]:
     }
     for place, (title, (points, how)) in enumerate(drawn.items()):
         yield from _drawn(Chart(title, [Curve(title, points, f"c{2 + place}")], zero=True, **how))
-    if (found := figures.workers(record)) and record.timeline:
-        more = f"… and {len(found) - MOST_WORKERS} more workers." if len(found) > MOST_WORKERS else ""
-        names = ("worker", "compute", "messages", "waiting for messages", "the rest (sums over workers, update)")
-        yield Listing(f"Where the time of each worker went in step {record.timeline.get('step')}", names, found[:MOST_WORKERS], more)
     if restarts := figures.restarts(record):
         yield Listing("Restarts", ("when", "what", "from step", "steps computed again"), restarts)
 

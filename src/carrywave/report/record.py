@@ -31,7 +31,6 @@ class RunRecord:
     spec: Mapping[str, Any]
     plan: Mapping[str, Any]  # plan.json
     facts: Mapping[str, Any]  # facts.json
-    timeline: Mapping[str, Any]  # timeline.json
     metrics: Sequence[LogRow]  # metrics.jsonl
     timing: Sequence[LogRow]  # timing.jsonl
     history: Sequence[LogRow]  # history.jsonl
@@ -87,10 +86,10 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
         spec = parse_yaml(text, "spec.yaml")
     except UserError:
         spec = {}
-    plan, facts, timeline = (_object(folder / f"{file}.json") for file in ("plan", "facts", "timeline"))
+    plan, facts = (_object(folder / f"{file}.json") for file in ("plan", "facts"))
     metrics, timing, history = (_rows(folder / f"{file}.jsonl") for file in ("metrics", "timing", "history"))
     spec = spec if isinstance(spec, dict) else {}
-    return RunRecord(folder, name, text, spec, plan, facts, timeline, metrics, timing, history)
+    return RunRecord(folder, name, text, spec, plan, facts, metrics, timing, history)
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -23,12 +23,12 @@ from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
+from carrywave.prediction.evaluation import Details, evaluate, is_ctc, passes
+from carrywave.prediction.generation import Sampling, generate
+from carrywave.prediction.saved_run import Saved, changed_since, open_run, own_data
 from carrywave.report import figures
 from carrywave.report.blocks import Block, Listing, Passage
 from carrywave.report.chart import WIDE, Area, Chart, Curve
-from carrywave.runs.evaluation import Details, evaluate, is_ctc, passes
-from carrywave.runs.rows.generation import Sampling, generate
-from carrywave.runs.trained_run import Saved, changed_since, open_run, own_data
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.metrics import Confusion, Metric

@@ -1,7 +1,5 @@
-"""What a run keeps of its own making besides its results: `history.jsonl`, when it was started, went back and ended, and `timeline.json`,
-one step task by task.
-
-Both depend on the clock, and neither is truncated on resume: steps that were computed twice are part of a run's history. Torch-free.
+"""`history.jsonl`: when a run was started, went back and ended. It depends on the clock, and is not truncated on resume: steps that were
+computed twice are part of a run's history. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HISTORY, TIMELINE = "history.jsonl", "timeline.json"
+HISTORY = "history.jsonl"
 STOPPED = ("interrupted", "terminated")  # endings of a process, not of the run
 TAIL_BYTES = 1 << 16  # of a log: enough for its last line
 

@@ -1,14 +1,12 @@
 """Writes a command's output to a file that the user named: completely or not at all, and never to anything else.
 
-A regular file is replaced atomically, also behind a symbolic link, which stays; it keeps its permissions. While it is written it has no
-name at all, where the file system can do that, so a killed process leaves nothing behind. Anything else (a device, a named pipe,
-`/dev/stdout`) is written in place; a standard stream that nobody reads any more is hung up. Torch-free.
+A regular file is replaced atomically, also behind a symbolic link, which stays; it keeps its permissions. Anything else (a device, a named
+pipe, `/dev/stdout`) is written in place; a standard stream that nobody reads any more is hung up. Torch-free.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import stat
 import sys
 from contextlib import suppress
@@ -18,9 +16,6 @@ from typing import Self, TextIO
 
 from carrywave.data.files.remote import check_local
 from carrywave.errors import UserError, from_system, remedy_for
-
-MOST_LINKS = 40
-OPEN_FILE = re.compile(r"/proc/(?:self|[0-9]+)(?:/task/[0-9]+)?/fd/([0-9]+)")  # what /dev/stdout and /dev/fd/3 resolve to
 
 
 def check(path: Path | None, *, wanted: bool = False) -> None:
@@ -33,9 +28,7 @@ def check(path: Path | None, *, wanted: bool = False) -> None:
     status = _status(path)
     if status is not None and stat.S_ISDIR(status.st_mode):
         raise UserError(f"{path} is a folder; pass a file name")
-    if _open_file(path) is not None:
-        return
-    if status is not None and not stat.S_ISREG(status.st_mode):
+    if _is_in_place(path, status):
         if not os.access(path, os.W_OK):
             raise UserError(f"{path} cannot be written: it is read-only; use another path")
         return
@@ -66,20 +59,20 @@ class OutputFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: int | None = None
-        self._new: _NewFile | None = None
+        self._draft: Path | None = None  # takes the name of the file when it is complete; None: written in place
 
     def __enter__(self) -> Self:
         check(self.path)
         try:
             status = _status(self.path)
-            handle = _open_file(self.path)
-            if handle is not None:
-                self._handle = os.dup(handle)
-            elif status is not None and not stat.S_ISREG(status.st_mode):
-                self._handle = os.open(self.path, os.O_WRONLY)
-            else:
-                self._new = _NewFile(_target(self.path), None if status is None else stat.S_IMODE(status.st_mode))
-                self._handle = self._new.handle
+            if _is_in_place(self.path, status):
+                self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+                return self
+            target = _target(self.path)
+            self._draft = target.with_name(f".{target.name[:40]}.part")  # a fixed name: what a killed process leaves is overwritten
+            self._handle = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if status is None else 0o600)
+            if status is not None:
+                os.fchmod(self._handle, stat.S_IMODE(status.st_mode))
         except OSError as error:
             raise self._failed(error) from error
         return self
@@ -90,27 +83,35 @@ class OutputFile:
 
     def write_bytes(self, data: bytes) -> None:
         """Append bytes."""
-        if self._handle is None:
-            raise ValueError(f"{self.path} is not open; use it in a with statement")
+        handle = self.fileno()
         try:
             while data:
-                data = data[os.write(self._handle, data) :]
+                data = data[os.write(handle, data) :]
         except BrokenPipeError:
             raise  # nobody reads the named pipe any more: not a mistake, and nothing to remedy
         except OSError as error:
             raise self._failed(error) from error
 
+    def fileno(self) -> int:
+        """The descriptor that the file is written through."""
+        if self._handle is None:
+            raise ValueError(f"{self.path} is not open; use it in a with statement")
+        return self._handle
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        handle, new = self._handle, self._new
-        self._handle = self._new = None
+        handle, draft = self._handle, self._draft
+        self._handle = self._draft = None
         try:
-            if new is not None and kind is None:
-                new.publish()
+            if handle is not None and draft is not None and kind is None:
+                os.fsync(handle)
+                os.replace(draft, _target(self.path))
+                draft = None
         except OSError as fault:
             raise self._failed(fault) from fault
         finally:
-            if new is not None:
-                new.clear()
+            if draft is not None:
+                with suppress(OSError):
+                    draft.unlink()
             if handle is not None:
                 os.close(handle)
 
@@ -129,55 +130,12 @@ def _status(path: Path) -> os.stat_result | None:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; use another path") from error
 
 
+def _is_in_place(path: Path, status: os.stat_result | None) -> bool:
+    """True for what is no regular file, and for what this process has open already, which a new file would not reach."""
+    named = [str(path), *([os.readlink(path)] if path.is_symlink() else [])]
+    return status is not None and (not stat.S_ISREG(status.st_mode) or any(name.startswith("/proc/self/fd/") for name in named))
+
+
 def _target(path: Path) -> Path:
     """The file itself, behind all links to it. A path that is no link stays as the user wrote it."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
-
-
-def _open_file(path: Path) -> int | None:
-    """The descriptor of this process that a path refers to: opened by name, its file would be written from the beginning."""
-    for _ in range(MOST_LINKS):
-        match = OPEN_FILE.fullmatch(os.path.join(os.path.realpath(path.parent), path.name))
-        if match is not None:
-            is_ours = os.path.realpath(path.parent) == os.path.realpath("/proc/self/fd")
-            return int(match[1]) if is_ours else None
-        if not path.is_symlink():
-            return None
-        path = path.parent / os.readlink(path)
-    return None
-
-
-class _NewFile:
-    """A new version of a file: it takes the old one's name when it is complete."""
-
-    def __init__(self, target: Path, mode: int | None) -> None:
-        self._target = target
-        self._part = target.with_name(f".{target.name[:40]}.{os.getpid()}.part")
-        self._nameless = True
-        flags, rights = os.O_WRONLY | os.O_CLOEXEC, 0o666 if mode is None else 0o600
-        try:
-            if not os.path.isdir("/proc/self/fd"):
-                raise OSError("a nameless file could not be given its name")
-            self.handle = os.open(target.parent, flags | getattr(os, "O_TMPFILE", os.O_DIRECTORY), rights)
-        except OSError:  # neither this system nor every file system has nameless files
-            self._nameless = False
-            self.handle = os.open(self._part, flags | os.O_CREAT | os.O_TRUNC, rights)
-        if mode is not None:
-            os.fchmod(self.handle, mode)
-
-    def publish(self) -> None:
-        os.fsync(self.handle)
-        if self._nameless:
-            self.clear()  # of a process that had the same number
-            # Python follows the link in /proc, as must be done here, only relative to a folder.
-            place = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.link(str(self.handle), self._part, src_dir_fd=place, follow_symlinks=True)
-            finally:
-                os.close(place)
-            self._nameless = False
-        os.replace(self._part, self._target)
-
-    def clear(self) -> None:
-        with suppress(OSError):
-            self._part.unlink()

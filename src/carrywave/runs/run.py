@@ -1,8 +1,9 @@
 """A `Run` is a folder: spec, plan, codec, metrics, events, weights, snapshots, logs. It is created at the first write, not before.
 
 `metrics.jsonl` holds nothing that depends on the clock, so that equal runs give equal bytes; timings go to `timing.jsonl`. Both are
-truncated to the snapshot on resume; `history.jsonl` (see `history`) is not. What there is no room for is kept in memory (`backlog`).
-While a run is trained its folder has one owner (`owner`), from `hold` or the first write to the end of the context.
+truncated to the snapshot on resume; `history.jsonl` (see `history`) is not. What cannot be written, on a full disk for example, ends the
+run, which then resumes from its last snapshot. While a run is trained its folder has one owner (`owner`), from `hold` or the first write to
+the end of the context.
 """
 
 from __future__ import annotations
@@ -15,24 +16,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from torch import Tensor
 
 from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError, option
 from carrywave.launch import launch_record
 from carrywave.runs import owner
-from carrywave.runs.backlog import Backlog
-from carrywave.runs.checkpoint import atomic_files, own_weights
+from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.atomic_files import HashedLog
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, refuse_not_finite, write_weights
-from carrywave.runs.event_log import EventLog
-from carrywave.runs.history import HISTORY, TIMELINE, drop_torn
-from carrywave.runs.remote_run import RemoteRun
+from carrywave.runs.history import HISTORY, drop_torn
 from carrywave.runs.run_place import (
-    EVENTS,
     LINEAR,
     MADE,
+    METRICS,
     TIMING,
     WEIGHTS,
     check_name,
@@ -43,38 +41,35 @@ from carrywave.runs.run_place import (
     refuse_occupied,
     remove_empty,
 )
-from carrywave.runs.tracking.tracking import Tracking
+from carrywave.runs.tracking import Row, Tracking
 from carrywave.spec.spec import Spec
 
 FIRST = ("split", "epoch", "step", "loss")
-METRICS = own_weights.METRICS
 Value = float | int | str | bool | None
 
 
 class Run:
     """The folder of one run, and the files that are open in it."""
 
-    def __init__(self, path: Path, *, new: bool, events: bool = True, anew: bool = False) -> None:
+    def __init__(self, path: Path, *, new: bool, anew: bool = False) -> None:
         self.path = path
         self._anew = anew
         self._made = not new
         self._founded: list[Path] | None = None  # folders that this run created, innermost first; None: it is not new
-        self.backlog = Backlog(path, self._look)
-        self._events = EventLog(path / EVENTS) if events else None
+        self._logs: dict[str, IO[bytes]] = {}
         self._hashed: HashedLog | None = None
         self._claim: owner.Claim | None = None
         self.tracking: Tracking | None = None  # who else records the metrics
-        self.remote: RemoteRun | None = None  # where the run is uploaded to, if it is kept in a store
 
     @classmethod
-    def create(cls, path: Path | None, task: str, *, events: bool = True) -> Self:
+    def create(cls, path: Path | None, task: str) -> Self:
         """A new run in this folder, or in runs/TASK-NUMBER with the first free number. Nothing is written yet."""
         if path is None:
             path = free_place(task)
         check_name(path)
         refuse_occupied(path)
         check_place(path)
-        return cls(path, new=True, events=events)
+        return cls(path, new=True)
 
     @classmethod
     def begin_anew(cls, path: Path) -> Self:
@@ -104,19 +99,14 @@ class Run:
             return None
 
     @classmethod
-    def open(cls, path: Path, *, events: bool = True) -> Self:
+    def open(cls, path: Path) -> Self:
         """An existing run."""
         check_name(path)
         if not path.is_dir():
             raise RunError(f"{path} is not a run: folder not found; pass a run folder such as runs/language-1")
         if not (path / "spec.yaml").is_file():
             raise RunError(f"{path} is not a run: it has no spec.yaml; pass a run folder such as runs/language-1")
-        return cls(path, new=False, events=events)
-
-    @property
-    def shown(self) -> str:
-        """The run as the user named it."""
-        return str(self.path) if self.remote is None else self.remote.address
+        return cls(path, new=False)
 
     @property
     def snapshots(self) -> Path:
@@ -157,13 +147,10 @@ class Run:
             except (OSError, UserError):
                 remove_empty(founded)
                 raise
-            if self._anew:
-                clear(self.path, start_over=True)
-            elif not never_began(self.path):
+            if not self._anew and not never_began(self.path):
                 raise RunError(f"{self.path} was just filled by another process; use another {option('run')}")
-            else:
-                clear(self.path, start_over=False)
-                self._founded = founded
+            clear(self.path, start_over=self._anew)
+            self._founded = None if self._anew else founded
             launch_record.note(self.path)
         self._made = True
 
@@ -197,13 +184,11 @@ class Run:
         return content
 
     def write_metrics(self, row: Mapping[str, Value]) -> None:
-        """Append a line to metrics.jsonl: split, epoch, step and loss first, then the rest by name. Its floats also go to TensorBoard."""
+        """Append a line to metrics.jsonl: split, epoch, step and loss first, then the rest by name. Trackers get it too."""
         ordered = {key: row[key] for key in FIRST} | {key: row[key] for key in sorted(row.keys() - set(FIRST))}
         self._append(METRICS, ordered)
-        if self._events is not None:
-            self.backlog.note(EVENTS, self._events.add(ordered))
         if self.tracking is not None:
-            self.tracking.wake()
+            self.tracking.add(ordered)
 
     def write_timing(self, row: Mapping[str, Value]) -> None:
         """Append a line to timing.jsonl, for everything that depends on the clock, with the time of day."""
@@ -212,35 +197,22 @@ class Run:
     def write_history(self, row: Mapping[str, Value]) -> None:
         """Append a line to history.jsonl."""
         if row["event"] == "start":
-            with suppress(OSError):  # what cannot be written now waits
-                drop_torn(self.path)
+            drop_torn(self.path)
         self._append(HISTORY, row)
 
-    def write_timeline(self, value: Any) -> None:
-        """Replace timeline.json, now or when there is room."""
-        self.make()
-        data = json.dumps(value, indent=1).encode() + b"\n"
-        self.backlog.replace(TIMELINE, lambda: atomic_files.write_bytes(self.path / TIMELINE, data))
-
     def write_weights(self, parameters: Mapping[str, Tensor], step: int, share: float | None = None) -> None:
-        """Replace weights.safetensors, now or when there is room; no snapshot is published before.
+        """Replace weights.safetensors; no snapshot is published before.
 
-        Its metadata holds spec and codec, so that the file is self-contained, the step, and a mark of the run (`own_weights`);
-        `share` is how much of the head was left when training ended.
+        Its metadata holds spec and codec, so that the file is self-contained, and the step; `share` is how much of the head was left when
+        training ended.
         """
         self.make()
         refuse_not_finite(self.weights, parameters)
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
-        first_row = own_weights.first_row(self.path, self.backlog.rows(METRICS))
-        metadata = {"format": "pt", "step": str(step)} | own_weights.bound_to(first_row)
-        metadata |= {} if share is None else {"share": str(share)}
+        metadata = {"format": "pt", "step": str(step)} | ({} if share is None else {"share": str(share)})
         metadata |= {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
-
-        def later() -> Callable[[], None]:
-            copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters.items()}
-            return lambda: write_weights(self.weights, copies, metadata)
-
-        self.backlog.replace(WEIGHTS, lambda: write_weights(self.weights, parameters, metadata), later)
+        with self._writing(str(self.weights)):
+            write_weights(self.weights, parameters, metadata)
 
     def write_linear(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the file of the linear part."""
@@ -250,71 +222,56 @@ class Run:
 
     def sizes(self) -> tuple[int, int, str]:
         """The sizes of both logs in bytes, and the SHA-256 of metrics.jsonl as this run wrote it, for the next snapshot."""
-        if self._events is not None:
-            self.backlog.note(EVENTS, self._events.flush())
         metrics = self._metrics()
-        return metrics.num_bytes, _size(self.path / TIMING) + self.backlog.num_bytes(TIMING), metrics.digest.hexdigest()
+        return metrics.num_bytes, _size(self.path / TIMING), metrics.digest.hexdigest()
 
     def sync(self) -> None:
         """Bring to disk what a snapshot relies on, after checking that this process still owns the run; can be called from any thread."""
         self._look()
-        self._demand(self.backlog.work_off())
         with self._writing(str(self.path / METRICS)):
             for name in (METRICS, TIMING):
                 if (self.path / name).is_file():
                     atomic_files.sync_path(self.path / name)
 
-    def upload(self) -> None:
-        """Bring what is new to the store, if the run is kept in one; can be called from any thread."""
-        if self.remote is not None:
-            self.remote.push()
+    def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str, step: int) -> None:
+        """Before resuming: truncate both logs to a snapshot, and have trackers discard what came after its step.
 
-    def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str | None = None, step: int | None = None) -> None:
-        """Before resuming: truncate both logs to a snapshot, and have TensorBoard discard what came after its step.
-
-        `sha256` is that of metrics.jsonl up to there; None if the snapshot predates this check.
+        `sha256` is that of metrics.jsonl up to there.
         """
         present = _size(self.path / METRICS)
         if present < metrics_bytes:
             had = f"{self.path / METRICS} has {present} bytes, but had {metrics_bytes} when the snapshot was made"
             raise RunError(f"{had}; restore the file, or start a new run with {option('init')}")
-        if sha256 is not None and HashedLog.of(self.path / METRICS, metrics_bytes).digest.hexdigest() != sha256:
+        if HashedLog.of(self.path / METRICS, metrics_bytes).digest.hexdigest() != sha256:
             fact = f"{self.path / METRICS} was changed: its first {metrics_bytes} bytes differ from what the run wrote"
             raise RunError(f"{fact}; restore the file, or start a new run with {option('init')}")
-        self.backlog.close(without=(METRICS, TIMING))
-        if self._events is not None:
-            self._events.close()
+        self.close()
         self._hashed = None
         with self._writing(str(self.path / METRICS)):
             for name, kept in ((METRICS, metrics_bytes), (TIMING, timing_bytes)):
                 # A shorter timing.jsonl is accepted: lost timings do not harm the run.
                 if _size(self.path / name) > kept:
                     os.truncate(self.path / name, kept)
-        if self._events is not None:
-            self._events.purge(after=step)
         if self.tracking is not None:
-            self.tracking.cut_back(metrics_bytes)
+            self.tracking.go_back(step)
 
     def close(self) -> None:
         """Close all open files; a later write opens them again."""
-        with self._writing(str(self.path)):
-            self.backlog.close()
-            if self._events is not None:
-                self._events.close()
+        while self._logs:
+            self._logs.popitem()[1].close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self._settle(failed=error is not None)
+            with nullcontext() if error is None else suppress(OSError):
+                self.close()
         finally:
             withdrawn = isinstance(error, UserError | OSError | KeyboardInterrupt) and self._withdraw(error)
             self.release()
             if withdrawn:
                 remove_empty(self._founded or [])
-                if self.remote is not None:
-                    self.remote.withdraw()
 
     def _withdraw(self, error: BaseException) -> bool:
         """Remove a new run that failed before it had anything to resume from, so that the same command can be given again.
@@ -339,22 +296,6 @@ class Run:
         if self._claim is not None:
             self._claim.look()
 
-    def _demand(self, failures: Mapping[str, OSError]) -> None:
-        """Raise if rows of metrics or the weights are not on disk, which nothing that follows may contradict."""
-        for name in (METRICS, WEIGHTS):
-            if (why := failures.get(name)) is not None:
-                with self._writing(str(self.path / name)):
-                    raise why
-
-    def _settle(self, *, failed: bool) -> None:
-        """Write all that waits, and close the files. After a failure what remains is lost with it."""
-        with suppress(RunError) if failed else nullcontext():
-            waits = self.backlog.work_off() if self.backlog.waiting else {}
-            self._demand(waits)
-            for name, why in waits.items():
-                self.backlog.say(f"{self.path / name} is not complete: {why.strerror or why}")
-        self.close()
-
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
         """Turn disk errors into one line; if the run is gone, or another process owns it, that is the error."""
@@ -362,8 +303,7 @@ class Run:
             with atomic_files.writing(what):
                 yield
         except RunError:
-            if self._claim is not None:
-                self._claim.look()
+            self._look()
             raise
 
     def _write(self, name: str, text: str) -> None:
@@ -378,18 +318,59 @@ class Run:
         with self._writing(str(self.path / name)):
             atomic_files.write_bytes(self.path / name, data)
 
-    def _append(self, name: str, row: Mapping[str, Value]) -> None:
+    def _append(self, name: str, row: Row) -> None:
         plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}  # for JSON
-        line = json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
+        line = (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode()
         self.make()
+        with self._writing(str(self.path / name)):
+            if name not in self._logs:
+                self._look()
+                _size(self.path / name)
+                # Unbuffered, so that the file on disk ends with a complete line.
+                self._logs[name] = (self.path / name).open("ab", buffering=0)
+            left = line
+            while left:  # a nearly full disk accepts a part, and refuses the rest
+                left = left[self._logs[name].write(left) :]
         if name == METRICS:
-            self._metrics().add(line.encode())
-        self.backlog.append(name, line.encode())
+            self._metrics(before=line).add(line)
 
-    def _metrics(self) -> HashedLog:
+    def _metrics(self, before: bytes = b"") -> HashedLog:
+        """Length and hash of metrics.jsonl, without a line at its end that is to be added."""
         if self._hashed is None:
-            self._hashed = HashedLog.of(self.path / METRICS)
+            path = self.path / METRICS
+            self._hashed = HashedLog.of(path, max(0, _size(path) - len(before)))
         return self._hashed
+
+
+class NullRun(Run):
+    """A run that another worker writes: anything written here is discarded."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, new=False)
+
+    def make(self) -> None:
+        """Do nothing."""
+
+    def expect_snapshot(self, init: str | None) -> None:
+        """Do nothing."""
+
+    def write_history(self, row: Mapping[str, Value]) -> None:
+        """Do nothing."""
+
+    def write_weights(self, parameters: Mapping[str, Tensor], step: int, share: float | None = None) -> None:
+        """Do nothing."""
+
+    def write_linear(self, tensors: Mapping[str, Tensor]) -> None:
+        """Do nothing."""
+
+    def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str, step: int) -> None:
+        """Do nothing."""
+
+    def _write(self, name: str, text: str) -> None:
+        """Do nothing."""
+
+    def _append(self, name: str, row: Row) -> None:
+        """Do nothing."""
 
 
 def _size(path: Path) -> int:

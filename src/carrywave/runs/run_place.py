@@ -14,19 +14,18 @@ from carrywave.errors import RunError, from_system, option, remedy_for
 from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
-from carrywave.runs.checkpoint.own_weights import METRICS
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER
-from carrywave.runs.history import HISTORY, TIMELINE
-from carrywave.runs.tracking.tracking import FOLDER as TRACKING
+from carrywave.runs.history import HISTORY
+from carrywave.runs.tracking import EVENTS
+from carrywave.runs.tracking import FOLDER as TRACKING
 
-SNAPSHOTS, TIMING, EVENTS, WEIGHTS = "snapshots", "timing.jsonl", "tb", "weights.safetensors"
+METRICS, TIMING, SNAPSHOTS, WEIGHTS = "metrics.jsonl", "timing.jsonl", "snapshots", "weights.safetensors"
 LINEAR = "linear.safetensors"  # the part of a model that is fitted before the network is trained
 BANDS = "bands.json"  # how far bands reach around forecasts, which is measured when training ends
 MADE = (
     METRICS,
     TIMING,
     HISTORY,
-    TIMELINE,
     EVENTS,
     TRACKING,
     "spec.yaml",
@@ -46,6 +45,7 @@ INITIAL = (
     LINEAR,
     HISTORY,
     *launch_record.KEPT,
+    *owner.FILES,
 )  # with snapshots/.none-yet, all that precedes spec.yaml
 
 
@@ -87,14 +87,11 @@ def refuse_occupied(path: Path) -> None:
     """Refuse a folder in which something is, with the remedy for what it is."""
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file, but a run must be a folder; use another {option('run')}")
-    if not path.is_dir() or all(entry.name == owner.FILE for entry in path.iterdir()):
+    if not path.is_dir() or all(entry.name in owner.FILES for entry in path.iterdir()):
         return
-    recorded, ours = owner.read(path), owner.this_process()
-    gone = recorded is not None and owner.is_gone(recorded, ours)
-    if recorded is not None and (gone or recorded.host != ours.host) and never_began(path):
-        return  # whoever takes the folder still has to become its owner, which a living process on another host prevents
-    if recorded is not None and not gone:
-        raise RunError(f"{path} is being trained by {recorded}; use another {option('run')}")
+    owner.refuse_held(path)
+    if owner.read(path) is not None and never_began(path):
+        return  # whoever takes the folder still has to become its owner
     if (path / "spec.yaml").is_file() and not (path / "snapshots" / POINTER).is_file():
         may_restart = (path / "snapshots" / NONE_YET).is_file()
         remedy = f"use {option('resume')} to start it over" if may_restart else "remove the folder"
@@ -118,7 +115,7 @@ def clear(path: Path, *, start_over: bool) -> None:
 
     A run that is started over keeps what that takes until it is replaced, as the process may be killed before.
     """
-    kept = (*launch_record.KEPT, HISTORY, *(BEGINNING if start_over else ()))
+    kept = (*launch_record.KEPT, *owner.FILES, HISTORY, *(BEGINNING if start_over else ()))
     made = [path / name for name in (WEIGHTS, *MADE) if name not in kept]
     if start_over and (path / SNAPSHOTS).is_dir():
         made += [entry for entry in (path / SNAPSHOTS).iterdir() if entry.name != NONE_YET]

@@ -30,6 +30,14 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode("ascii") for each in text)
 
 
+def size_text(num_bytes: int) -> str:
+    """Bytes with a unit, to three digits."""
+    for size, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {name}" if num_bytes < 1000 * size else f"{num_bytes / size:.0f} {name}"
+    return f"{num_bytes} bytes"
+
+
 class Watcher(Protocol):
     """Receives events in this order: begin, then steps, evaluations and lines, then end."""
 

@@ -34,14 +34,8 @@ class DataSpec(Section):
     test: str | None = Field(None, description="file to test on after training")
     format: Literal["auto", "text", "jsonl", "csv", "parquet"] = Field("auto", description="file format; auto goes by the file name")
     encoding: str = Field("auto", description="encoding of text files; auto: utf-8, or what a byte-order mark says")
-    separator: str | None = Field(
-        None, description="CSV: the character between columns, or tab; by default the one that the first lines show"
-    )
-    decimal: Literal["auto", ".", ","] = Field(
-        "auto", description="CSV: the mark before decimals; auto: a comma if that cannot be mistaken"
-    )
     read: dict[str, Any] | None = Field(
-        None, description="tables: arguments of pandas.read_csv, as in {skiprows: 3, thousands: '.'}; they are never guessed over"
+        None, description="tables: arguments of pandas.read_csv, as in {sep: ';', decimal: ',', skiprows: 3}; they are never guessed over"
     )
     text: str | None = Field(
         None,
@@ -83,9 +77,6 @@ class DataSpec(Section):
         "to 1% of all tokens, unless the file has <unk> itself, or model.dropout_rare is set",
     )
     lowercase: bool = Field(False, description="words are read in lower case; their characters (model.characters) as they are spelled")
-    word_length: Positive = Field(
-        32, description="model.characters: how many characters of a word are read; a longer word is read without its middle"
-    )
     reset: str | None = Field(
         None,
         description="language: what ends a document in a stream: a token, 'blank line', or 'row' (each row of a JSON, CSV or Parquet "
@@ -206,11 +197,6 @@ class DataSpec(Section):
         return (value,) if isinstance(value, str | float) else tuple(value) if isinstance(value, list) else value
 
     @property
-    def mark(self) -> str | None:
-        """The character between the columns of a CSV file; None: to be found."""
-        return "\t" if self.separator in ("tab", "\\t") else self.separator
-
-    @property
     def frequency_text(self) -> str | None:
         """The frequency as text."""
         return f"{self.frequency:g}" if isinstance(self.frequency, float) else self.frequency
@@ -247,8 +233,6 @@ class DataSpec(Section):
             "".encode("utf-8" if self.encoding == "auto" else self.encoding)  # refuses codecs that are not of text
         except LookupError:
             raise ValueError(f"encoding {self.encoding!r} is unknown; use for example utf-8, latin-1, cp1252 or utf-16") from None
-        if self.mark is not None and (len(self.mark) != 1 or not self.mark.isascii() or self.mark.isalnum() or self.mark in "\"\r\n.-+'"):
-            raise ValueError(f"separator {self.separator!r} cannot separate columns; use one character such as ; or |, or tab")
         for name in ("known", "calendar", "categorical", "static"):
             given = getattr(self, name) or ()
             if len(set(given)) < len(given):
@@ -307,10 +291,7 @@ class BatchSpec(Section):
     windows: Literal["contiguous", "random"] = Field(
         "contiguous",
         description="forecasting, each_step: windows follow each other in every lane, which keeps its carry, or come in random order, each "
-        "after batch.warmup steps that warm up its carry and are not scored",
-    )
-    warmup: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="random windows: steps of warm-up; by default data.warmup or batch.steps"
+        "after data.warmup steps, or batch.steps, that warm up its carry and are not scored",
     )
     vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed), and the learning rate with them")
     tokens: Positive | None = Field(

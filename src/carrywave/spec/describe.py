@@ -117,7 +117,7 @@ def reference() -> str:
         "",
         "A spec is a YAML file. Every key is optional; an empty file means the default run. A key can also be set on the command line, as",
         "`model.hidden=650`, where the value is YAML as well (`train.betas=[0.9, 0.99]`), or text if the key takes only text or YAML has",
-        "no value for it (`data.decimal=,`). `carrywave schema -o spec.schema.json` writes a JSON schema for editors.",
+        "no value for it (`data.reset=#`). `carrywave schema -o spec.schema.json` writes a JSON schema for editors.",
         "Where the task matters, the default of a key that is not set depends on it: [choosing a model](models.md); the default below",
         "is then that of a `Spec` made in Python. The `spec.yaml` of a run lists what was used.",
         "Relative paths are relative to the current directory, wherever the spec file is. A key that is set where it acts on nothing, such",

@@ -7,10 +7,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from carrywave.cells.cell import by_name, names
-from carrywave.errors import SpecError
 from carrywave.spec.section import Positive, Section, Share
 from carrywave.spec.signal_spec import LONGEST, FrontLayer, front_layers, total_stride
 
+CHARACTER_EMBEDDING, CHARACTERS = 30, 32  # width of the embedding of a character; how many of a word are read, without its middle
 WIDEST, DEEPEST = 1 << 16, 4096  # a float32 matrix with this many rows and columns is 16 GiB
 
 
@@ -26,7 +26,6 @@ class ModelSpec(Section):
         description="words: what reads the characters of each word, beside its embedding: a convolution over 3 characters, of which the "
         "maximum over the word is taken (cnn), or an LSTM in both directions, of which the last outputs are taken (lstm)",
     )
-    character_embedding: Positive = Field(30, description="width of the embedding of a character")
     character_width: Positive = Field(
         50, description="how much wider the characters make what is read of a word: filters, or units of both directions together"
     )
@@ -74,10 +73,6 @@ class ModelSpec(Section):
         description="model.crf: scores of the labels for the word, its neighbours, ends and shape are added to those of the layers: "
         "a linear part, in a table of so many rows, into which these features are hashed; 0 for none",
     )
-    cutoffs: tuple[Positive, ...] | None = Field(
-        None,
-        description="adaptive softmax: first token of each cluster, by frequency; by default a twentieth and a quarter of the vocabulary",
-    )
     recurrent_dropout: Share = Field(0.0, description="dropout of what each step would add to the carry, inside the cell")
     zoneout: Share | tuple[Share, ...] = Field(
         0.0,
@@ -90,11 +85,6 @@ class ModelSpec(Section):
     )
     learned_carry: bool = Field(False, description="learn the carry at the start of a sequence instead of starting from zero")
     init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the weights of the layers are initialised")
-    init_scale: Annotated[float, Field(gt=0.0)] | None = Field(
-        None,
-        description="embeddings and softmax are drawn within ± this; by default embeddings have variance 1 and the softmax lies within "
-        "±1/√width, as in PyTorch, and a matrix that both share (tie) within ±0.1",
-    )
     init_bias: Literal["frequency", "zero"] = Field(
         "frequency", description="the bias of a softmax starts at the logarithm of how often each class occurs in train, or at zero"
     )
@@ -150,7 +140,6 @@ class ModelSpec(Section):
         for name, given in (
             ("hidden", max(self.widths)),
             ("embedding", self.embedding or 0),
-            ("character_embedding", self.character_embedding),
             ("character_width", self.character_width),
         ):
             if given > WIDEST:
@@ -160,10 +149,6 @@ class ModelSpec(Section):
             raise ValueError(f"heads is {self.heads}, which must divide hidden {self.hidden}; each head has an equal share of the units")
         if self.projection and self.projection >= min(widths):
             raise ValueError(f"projection {self.projection} must be smaller than hidden {min(widths)}")
-        if self.cutoffs is not None and self.softmax != "adaptive":
-            raise ValueError("cutoffs are for softmax=adaptive; set it, or remove them")
-        if self.cutoffs is not None and (not self.cutoffs or list(self.cutoffs) != sorted(set(self.cutoffs))):
-            raise ValueError(f"cutoffs must increase, got {list(self.cutoffs)}; list each once, from low to high")
         if self.softmax == "adaptive" and self.tie:
             raise ValueError("tie needs one matrix for all tokens, which softmax=adaptive does not have; remove one of them")
         return self
@@ -182,11 +167,6 @@ class ModelSpec(Section):
         """Hidden units of each layer."""
         return self.hidden if isinstance(self.hidden, tuple) else (self.hidden,) * self.layers
 
-    def cutoffs_of(self, vocabulary: int) -> tuple[int, ...]:
-        """The first tokens of the clusters of an adaptive softmax."""
-        cutoffs = self.cutoffs or (max(1, vocabulary // 20), max(2, vocabulary // 4))
-        if cutoffs[-1] >= vocabulary:
-            raise SpecError(
-                f"model.cutoffs={list(cutoffs)}, but the vocabulary has {vocabulary} tokens; use smaller ones, or model.softmax=full"
-            )
-        return cutoffs
+    def cutoffs_of(self, vocabulary: int) -> tuple[int, int]:
+        """The first tokens of the clusters of an adaptive softmax, by frequency: a twentieth and a quarter of the vocabulary."""
+        return max(1, vocabulary // 20), max(2, vocabulary // 4)

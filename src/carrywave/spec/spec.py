@@ -227,7 +227,7 @@ class Spec(Section):
     @property
     def warmup_steps(self) -> int:
         """Random windows: steps before each that are not scored."""
-        return (self.data.warmup or self.steps) if self.batch.warmup is None else self.batch.warmup
+        return self.data.warmup or self.steps
 
     @property
     def reads_changes(self) -> bool:

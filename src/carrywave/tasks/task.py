@@ -32,6 +32,7 @@ from carrywave.model.pretrained.layers import holds_layers, load_lstm, read_lstm
 from carrywave.model.sample_weights import seen
 from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.spec.facts import DataFacts
+from carrywave.spec.model_spec import CHARACTER_EMBEDDING
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
@@ -218,7 +219,7 @@ class Task:
             allocate(model, holding)
         if not draw:
             return model
-        initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias, init_scale=spec.init_scale)
+        initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias)
         model.drawn = holding is not None
         model.rounded_by_host = rounded_by_host(model, spec.init)
         model.rounded_by_host |= set_first_weights(model, self.spec, self.codec, train, self.line)
@@ -250,7 +251,7 @@ class Task:
         if not self.facts.characters:
             return words
         facts = self.facts
-        return SpelledWords(words, spec.characters, facts.characters, facts.word_length, spec.character_embedding, spec.character_width)
+        return SpelledWords(words, spec.characters, facts.characters, facts.word_length, CHARACTER_EMBEDDING, spec.character_width)
 
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""

@@ -8,16 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from carrywave.data.files import cache
-from carrywave.errors import Diverged, RunError, TakenOver, UserError, option
+from carrywave.errors import Diverged, RunError, UserError, option
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import World, from_rank_0, raise_on_all
-from carrywave.runs.checkpoint.folder_visibility import FolderVisibility
 from carrywave.runs.checkpoint.manifest import Manifest
-from carrywave.runs.checkpoint.own_weights import are_of
-from carrywave.runs.checkpoint.part_transfer import handed_out
 from carrywave.runs.checkpoint.same_spec import sound
-from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored, snapshot_of_best, under
+from carrywave.runs.checkpoint.snapshot import Stored, open_stored, restore_best, snapshot_of_best, under, weights_are_of
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
 from carrywave.runs.checkpoint.writer import Writer
 from carrywave.runs.run import Run
@@ -48,15 +44,12 @@ class Data:
 
 
 class Checkpointer:
-    """Writes the snapshots of a run, and restores them. A failed write is reported and training continues; at the end it is an error."""
+    """Writes the snapshots of a run, and restores them. A failed write ends the run, which resumes from the snapshot before."""
 
-    def __init__(
-        self, spec: Spec, trainer: Trainer, folder: Run, data: Data, watch: Watcher, visibility: FolderVisibility | None = None
-    ) -> None:
-        self.visibility = visibility or FolderVisibility()
+    def __init__(self, spec: Spec, trainer: Trainer, folder: Run, data: Data, watch: Watcher) -> None:
         self.spec, self.trainer, self.folder, self.data, self.watch = spec, trainer, folder, data, watch
         self.world = trainer.mesh.world
-        self.writer = Writer(self.world, folder.snapshots, self.visibility)
+        self.writer = Writer(self.world, folder.snapshots)
 
     def save(self, state: LoopState, *, final: bool = False) -> None:
         """Start a snapshot between two steps; a final one is completely on disk when this returns."""
@@ -79,28 +72,22 @@ class Checkpointer:
                 groups["extra"] |= {f"scaler/{name}": tensor for name, tensor in self.trainer.scaler.tensors().items()}
         name = f"step-{state.step:08d}"
         best = state.best_step == state.step
-        self.writer.begin(name, groups, meta, keep=self.spec.train.keep, best=best, before=self.folder.sync, after=self.folder.upload)
+        self.writer.begin(name, groups, meta, keep=self.spec.train.keep, best=best, before=self.folder.sync)
         if final:
-            self.settle(final=True)
+            self.settle()
 
-    def settle(self, *, final: bool = False) -> None:
-        """Wait for the snapshot in progress; report its failure, or raise it: if it was the final one, if the weights are non-finite, or if
-        the run is another process's by now.
-        """
-        failure = self.writer.settle()
-        if failure is None:
-            return
-        if final or isinstance(failure, Diverged | TakenOver):
+    def settle(self) -> None:
+        """Wait for the snapshot in progress; raises if it failed."""
+        if (failure := self.writer.settle()) is not None:
             raise failure
-        self.watch.say(f"{str(failure).partition('; ')[0]}; the run continues, and the previous snapshot is kept")
 
     def go_back(self) -> LoopState:
         """Restore the last snapshot and the best weights of then. One in progress that fails on non-finite weights does not count."""
         with suppress(Diverged):
             self.settle()
-        stored = read_last(self.world, self.folder, self.visibility)
+        stored = read_last(self.world, self.folder)
         state = self.restore(stored)
-        self.mend_weights(state, stored)
+        self.restore_weights(state, stored)
         return state
 
     def restore(self, stored: Stored) -> LoopState:
@@ -112,10 +99,6 @@ class Checkpointer:
                 raise RunError(
                     f"the data has changed since the snapshot was written{of}; restore the old data, or start a new run from its weights"
                 )
-        with handed_out(self.world, self.visibility, stored, cache.folder(self.spec.data.cache)) as readable:
-            return self._restore(readable)
-
-    def _restore(self, stored: Stored) -> LoopState:
         meta, trainer = stored.meta, self.trainer
         with raise_on_all(self.world, same_message=True, no_timeout=True), sound():
             load_state(trainer, stored, self.spec.lanes)
@@ -125,20 +108,19 @@ class Checkpointer:
                 if trainer.scaler is not None:
                     trainer.scaler.load(under("scaler/", extra))
                 trainer.nonfinite.forget(state.in_a_row)
-            noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots lack
-            self.folder.cut_back(*noted, step=state.step)
+            self.folder.cut_back(meta["metrics_bytes"], meta["timing_bytes"], meta["metrics_sha256"], state.step)
             if self.world.rank == 0:
-                mend_best(stored)
+                restore_best(stored)
         return state
 
-    def mend_weights(self, state: LoopState, stored: Stored) -> None:
+    def restore_weights(self, state: LoopState, stored: Stored) -> None:
         """After `restore`: have the file of the best weights be that of the best evaluation so far. Collective.
 
         It may be of a later one: of a run that goes on from an older snapshot, or was killed before it had published the next.
         """
 
         def found() -> Sequence[Any] | None:
-            if state.weights_step < 0 or are_of(self.folder.weights, state.weights_step):
+            if state.weights_step < 0 or weights_are_of(self.folder.weights, state.weights_step):
                 return []
             best = snapshot_of_best(self.folder.snapshots, state.numbers())
             return None if best is None else best.to_json()
@@ -154,12 +136,11 @@ class Checkpointer:
             self.watch.say(f"{fact}, and their snapshot is gone: the next evaluation counts as the best")
             state.best, state.best_step = None, -1
             return
-        source = receive_snapshot(self.world, sent, self.visibility)
+        source = receive_snapshot(self.world, sent)
         for snapshot in (source,) if source.folder == stored.folder else (source, stored):
-            with handed_out(self.world, self.visibility, snapshot, cache.folder(self.spec.data.cache)) as readable:
-                if source.folder != stored.folder:
-                    with raise_on_all(self.world, same_message=True, no_timeout=True), sound():
-                        load_state(self.trainer, readable, self.spec.lanes)
+            if source.folder != stored.folder:
+                with raise_on_all(self.world, same_message=True, no_timeout=True), sound():
+                    load_state(self.trainer, snapshot, self.spec.lanes)
             if snapshot is source:
                 with self.trainer.evaluation_weights():
                     named = self.trainer.gathered(each_once=True)
@@ -179,17 +160,16 @@ class Checkpointer:
             raise
 
 
-def read_last(world: World, folder: Run, visibility: FolderVisibility) -> Stored:
+def read_last(world: World, folder: Run) -> Stored:
     """The last snapshot of a run. Collective: every rank must call it."""
-    return receive_snapshot(world, from_rank_0(world, lambda: open_stored(folder.snapshots).to_json()), visibility)
+    return receive_snapshot(world, from_rank_0(world, lambda: open_stored(folder.snapshots).to_json()))
 
 
-def receive_snapshot(world: World, sent: Sequence[Any], visibility: FolderVisibility) -> Stored:
-    """A snapshot whose manifest rank 0 has read and sent. Every byte of its files is verified, divided among the ranks that see them."""
+def receive_snapshot(world: World, sent: Sequence[Any]) -> Stored:
+    """A snapshot whose manifest rank 0 has read and sent. Every byte of its files is verified, divided among the ranks."""
     stored = Stored(Path(sent[0]), Manifest.of(sent[1], Path(sent[0])))
     with raise_on_all(world, same_message=True, no_timeout=True):
-        if visibility.sees(world.rank):
-            if not stored.folder.is_dir():
-                raise RunError(f"rank {world.rank} no longer sees {stored.folder}; set {option('run')} to a folder that stays in place")
-            stored.verify(*visibility.share(world))
+        if not stored.folder.is_dir():
+            raise RunError(f"rank {world.rank} does not see {stored.folder}; set {option('run')} to a folder that all hosts share")
+        stored.verify(world.rank, world.size)
     return stored

@@ -34,7 +34,7 @@ class DataParts:
     test: Part | None
 
 
-def check_can_judge(metric: str, model: Model | OpaqueModel, labels: Sequence[str]) -> None:
+def check_metric(metric: str, model: Model | OpaqueModel, labels: Sequence[str]) -> None:
     """Refuse, before anything is trained, a metric that this model or these labels cannot have."""
     if metric not in OF_LOSS and not model.has_output:
         raise SpecError(f"train.best={metric} needs predictions, but the head has only a loss; add a forward method, or use loss")

@@ -16,9 +16,8 @@ from carrywave.model.parameter_placement import fill
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import raise_on_all
 from carrywave.runs import history
-from carrywave.runs.checkpoint import own_weights
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
-from carrywave.runs.watcher import Watcher
+from carrywave.runs.tracking import Tracking
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.baselines import PREFIXES, beside, verdicts
@@ -28,6 +27,7 @@ from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED
 from carrywave.train.mixture import choose_share
 from carrywave.train.result import Result
+from carrywave.train.start.opening import Start
 
 
 def shown(model: Model | OpaqueModel) -> nn.Module:
@@ -36,22 +36,40 @@ def shown(model: Model | OpaqueModel) -> nn.Module:
     return model.module if isinstance(model, OpaqueModel) else model
 
 
-def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
-    """Train what is left to train, and finish: `again_with` resumes a run that was asked to stop."""
-    with Stop() as stop:
-        loop.stop = stop
-        try:
-            ending = loop.state.ending or loop.run(stop)
-            reached = {} if ending in ASKED else _finish(loop, restore=restore)
-        except Stopped as interruption:
-            ending = interruption.reason
-    at = loop.state
-    if history.unended(loop.folder.path):  # the files of a finished run stay as they are
-        with suppress(RunError):  # a run that is complete does not fail over a line of its history
-            loop.folder.write_history(history.end_row(at.step, ending))
-    if ending in ASKED:
-        watch.end(f"{ending} at step {at.step}; resume with: {again_with}")
-        return Result(loop.folder.path, ending, {}, shown(loop.trainer.model), loop.task)
+def finish(start: Start, loop: Loop) -> Result:
+    """Train what is left to train, or until a stop is asked for, and evaluate the best weights."""
+    request, reached = start.asked, dict[str, dict[str, float]]()
+    with loop.checkpointer.watched(), start.folder.tracking or Tracking({}, loop.watch.say) as tracking:
+        with Stop() as stop:
+            loop.stop = stop
+            try:
+                ending = loop.state.ending or loop.run(stop)
+                reached = {} if ending in ASKED else _evaluate_best(loop, restore=request.restore)
+            except Stopped as interruption:
+                ending = interruption.reason
+        tracking.how = "stopped" if ending in ASKED else "finished"
+        if history.unended(loop.folder.path):  # the files of a finished run stay as they are
+            with suppress(RunError):  # a run that is complete does not fail over a line of its history
+                loop.folder.write_history(history.end_row(loop.state.step, ending))
+        if ending in ASKED:
+            loop.watch.end(f"{ending} at step {loop.state.step}; resume with: {_again_with(start, loop)}")
+            reached = {}
+        else:
+            _say(loop, reached, ending)
+        return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
+
+
+def _again_with(start: Start, loop: Loop) -> str:
+    """What resumes a run that was asked to stop."""
+    path = loop.folder.path
+    if start.asked.model is not None or loop.spec.data.train is None:
+        return f"cw.fit(..., run={str(path)!r}, resume=True)"
+    return f"carrywave train --resume --run {path}{f' --devices {start.world.size}' if start.world.size > 1 else ''}"
+
+
+def _say(loop: Loop, reached: Mapping[str, Mapping[str, float]], ending: str) -> None:
+    """Say what a run has reached."""
+    at, watch = loop.state, loop.watch
     if isinstance(loop.trainer.sync, Pushing):
         watch.say(loop.trainer.sync.summary())
     for part, values in reached.items():
@@ -61,11 +79,10 @@ def run_to_end(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
     scores = "; ".join(f"{part} {_in_short(values)}" for part, values in reached.items())
     stopped = {"early": " (stopped early)", "callback": " (ended by a callback)"}.get(ending, "")
     steps = f"{at.step} step{'s' * (at.step != 1)}"
-    judged_by = loop.spec.train.best
+    best_by = loop.spec.train.best
     last = loop.spec.train.weights == "last"
-    best = "" if at.best is None else "last " if last else "best " if judged_by == "loss" else f"best by {judged_by}: "
-    watch.end(f"{loop.folder.shown}: {steps}{stopped}{f'; {best}{scores}' if scores else ''}")
-    return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
+    best = "" if at.best is None else "last " if last else "best " if best_by == "loss" else f"best by {best_by}: "
+    watch.end(f"{loop.folder.path}: {steps}{stopped}{f'; {best}{scores}' if scores else ''}")
 
 
 def _in_short(values: Mapping[str, float]) -> str:
@@ -73,7 +90,7 @@ def _in_short(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if not name.endswith("]") and not name.startswith(PREFIXES))
 
 
-def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
+def _evaluate_best(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     """Load the best weights and evaluate them on the test part. Rank 0 reads them. If the model was split, each worker has the whole of it
     again in the end with `restore`; otherwise none ever has more than its part.
     """
@@ -81,7 +98,6 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     best: dict[str, Tensor] = {}
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
-            own_weights.check(loop.folder.weights)
             best = read_weights(trainer.model, loop.folder.weights)
     held, names = trainer.parameters(), tensors_of(trainer.model).keys()
     best = broadcast(world, best, None if restore else lambda name, tensor: tensor if name in held else None)
@@ -94,11 +110,11 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
         best = found.of_head(best)
         reached["valid"] |= found.within or {}
         if (choose_share(loop) or found.share < 1.0) and loop.parts.valid is not None:
-            reached["valid"] = mixed = loop.judge(loop.parts.valid, weights_step=loop.state.weights_step)
+            reached["valid"] = mixed = loop.evaluate(loop.parts.valid, weights_step=loop.state.weights_step)
             loop.callbacks.on_evaluation(lambda: loop.moment("valid", mixed))
     # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.
     if loop.parts.test is not None:
-        reached["test"] = values = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)
+        reached["test"] = values = loop.evaluate(loop.parts.test, weights_step=loop.state.weights_step)
         loop.callbacks.on_evaluation(lambda: loop.moment("test", values))  # there is nothing left to stop
     if isinstance(trainer.model, Model) and trainer.plan.stages > 1 and restore:
         try:

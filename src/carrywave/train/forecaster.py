@@ -12,14 +12,14 @@ import pyarrow.compute as pc
 from carrywave.data.files.frames import columns_of, is_frame
 from carrywave.data.files.same_kind import appended, frame_like, kind_of
 from carrywave.errors import DataError, RunError, UserError
-from carrywave.runs.backtest.rolled import rows_of
-from carrywave.runs.prediction import predict
+from carrywave.prediction.evaluate import evaluate_run
+from carrywave.prediction.predict import predict
+from carrywave.prediction.saved_run import codec_of
 from carrywave.runs.run import Run
-from carrywave.runs.trained_run import codec_of, evaluate_run
 from carrywave.runs.watcher import Logged
 from carrywave.spec.load import load_own
-from carrywave.train.backtest import ORIGINS, Request, backtest_run
-from carrywave.train.fit import fit
+from carrywave.train.backtest import ORIGINS, RollingOptions, backtest_run, rows_of
+from carrywave.train.from_python import fit
 from carrywave.train.result import Result
 
 SERIES, TIME, TARGET = "unique_id", "ds", "y"  # the names that Nixtla's libraries use
@@ -115,7 +115,7 @@ class Forecaster:
         >>> cw.Forecaster.load("runs/wave").horizon
         2
         """
-        opened = Run.open(Path(run), events=False)
+        opened = Run.open(Path(run))
         spec = load_own(opened.path / "spec.yaml")
         if spec.task != "forecasting":
             raise RunError(f"{run} is a {spec.task} model, not a forecaster; use cw.predict")
@@ -235,8 +235,8 @@ class Forecaster:
         """
         run = self._opened("backtest")
         self._check(frame, "the frame")
-        result = backtest_run(run, frame, Request(stride=stride, origins=origins), self.device, Logged().say)
-        rows = list(rows_of(result.table, result.forecasts, result.columns, result.quantiles))
+        result = backtest_run(run, frame, RollingOptions(stride=stride, origins=origins), self.device, Logged().say)
+        rows = list(rows_of(result))
         return frame_like(frame, rows, alike={"origin": result.table.time} if result.table.time is not None else None)
 
     def score(self, frame: Any) -> float:

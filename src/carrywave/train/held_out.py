@@ -22,8 +22,8 @@ from carrywave.model.heads.forecast import Forecast
 from carrywave.model.model import Model
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.world import from_rank_0, raise_on_all
+from carrywave.prediction.evaluation import evaluate
 from carrywave.runs.checkpoint.snapshot import weights_metadata
-from carrywave.runs.evaluation import evaluate
 from carrywave.runs.run_place import BANDS
 from carrywave.spec.spec import Spec
 from carrywave.tasks.bands import fitting, within_own

@@ -23,11 +23,10 @@ from carrywave.launch.signals import Reason, Stop
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import raise_on_all
-from carrywave.runs.evaluation import evaluate
+from carrywave.prediction.evaluation import evaluate as evaluate_part
 from carrywave.runs.history import back_row
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import StepInfo, Watcher
-from carrywave.spec.spec import Spec
 from carrywave.step.nonfinite import BACK_FACTOR, Seen
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
@@ -41,7 +40,6 @@ from carrywave.train.checkpointer import Checkpointer
 from carrywave.train.evaluations import DataParts, Stopped, improves, leave_if_asked, score_of
 from carrywave.train.loop_state import Ending, LoopState
 from carrywave.train.nonfinite_steps import check_can_go_back, handle_nonfinite, went_back
-from carrywave.train.plan_check import Comparison
 from carrywave.train.run_clock import RunClock
 from carrywave.train.step_reports import batches_of_epoch, info_of, mean_loss, moment_of, place_of, train_row
 
@@ -53,24 +51,21 @@ class Loop:
 
     def __init__(
         self,
-        spec: Spec,
         task: Task,
         trainer: Trainer,
         parts: DataParts,
         order: Order,
         run: Run,
         watch: Watcher,
-        state: LoopState,
         checkpointer: Checkpointer,
-        compare: Comparison | None = None,
         callbacks: Callbacks | None = None,
     ) -> None:
-        self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
+        self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = task.spec, task, trainer, parts, run, watch
         self.order = order
+        spec = task.spec
         share = trainer.mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.scores)
         self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share, augmentation=Augmentation.of(spec))
-        self.state, self.checkpointer = state, checkpointer
-        self.compare = compare  # predicted against measured step times
+        self.state, self.checkpointer = LoopState.start(trainer.device), checkpointer
         self.callbacks = callbacks or Callbacks((), trainer.mesh.world)
         self.meetings = (
             None if trainer.sync is None else Meetings(trainer.mesh, trainer.sync)
@@ -81,8 +76,6 @@ class Loop:
         epochs = spec.train.epochs if spec.batch.vary else 1
         counted = sum(-(-self.order.num_steps(epoch) // spec.train.accumulate) for epoch in range(epochs))
         self.total_steps = min(counted * spec.train.epochs // epochs, spec.train.max_steps or math.inf)
-        if compare is not None:
-            compare.fit_into(self.total_steps - state.step)
 
     @property
     def trains(self) -> bool:
@@ -100,7 +93,7 @@ class Loop:
         try:
             if train.on_nan == "back" and at.step == 0:
                 self.checkpointer.save(self.state)  # so that there is always one to go back to
-            if not self.trains and at.judged != at.step:
+            if not self.trains and at.evaluated != at.step:
                 self._end_here()  # it was stopped during its last evaluation, or its limit now lies before its current step
             while self.trains:
                 try:
@@ -123,15 +116,15 @@ class Loop:
     def _end_here(self) -> None:
         """Finish a run that lacks only its last evaluation."""
         self.write_row()
-        self._judge()
+        self._evaluate()
         self.state.ending = self.state.ending or "done"
         self.checkpointer.save(self.state, final=True)
 
     def _epoch(self, stop: Stop) -> None:
         """Train from the cursor to the end of its epoch, then evaluate; return early if a stop is requested."""
         train, at = self.spec.train, self.state
-        if at.step and self._evaluation_due() and at.judged != at.step:
-            self._judge()  # the run was stopped during this evaluation
+        if at.step and self._evaluation_due() and at.evaluated != at.step:
+            self._evaluate()  # the run was stopped during this evaluation
             self._save_if_due()
         reason = self._steps(stop) if at.ending is None else None
         finished = at.batch >= self.order.num_steps(at.epoch)
@@ -139,8 +132,8 @@ class Loop:
             return
         self.write_row()
         last = at.ending is not None or (finished and at.epoch + 1 >= train.epochs)
-        if (last or not train.evaluate_every) and at.judged != at.step:
-            self._judge()
+        if (last or not train.evaluate_every) and at.evaluated != at.step:
+            self._evaluate()
         if finished:
             # Streams start over with the next epoch, so the carry of the lanes is not needed beyond this one.
             at.epoch, at.batch = at.epoch + 1, 0
@@ -160,7 +153,7 @@ class Loop:
                     at.ending = "done"
                     break
                 if self._evaluation_due():
-                    self._judge()
+                    self._evaluate()
                 if at.ending is not None or reason is not None:
                     break
                 self._save_if_due()
@@ -181,10 +174,7 @@ class Loop:
     def _save_if_due(self) -> None:
         if self._snapshot_due():
             self.check()
-            started = time.monotonic()
             self.checkpointer.save(self.state)
-            if self.compare is not None:
-                self.compare.skip(time.monotonic() - started)
 
     def _snapshot_due(self) -> bool:
         """True every `snapshot_every` steps and after a new best evaluation, within an epoch; at its end there is a snapshot anyway."""
@@ -210,14 +200,9 @@ class Loop:
             # A shorter window has a smaller sum of gradients over time, so its learning rate is scaled down (AWD-LSTM).
             at.lr *= sum(batch.steps for batch in group) / (len(group) * self.spec.steps)
         self.trainer.set_lr(at.lr)
-        if self.compare is not None:
-            self.compare.before()
         result = self.trainer.update(*group)
         heartbeat.mark()
         at.step += 1
-        if self.compare is not None and (measured := self.compare.after()) is not None:
-            self.folder.write_timing(place_of(at) | measured)
-            self.folder.write_timeline({"step": at.step, **(self.compare.timeline or {})})
         at.batch += len(group)
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
         at.cells = [at.cells[0] + real, at.cells[1] + padded]
@@ -309,17 +294,17 @@ class Loop:
         self.folder.write_timing(place_of(at) | {"seconds": seconds, "tokens_per_second": rate})
         at.logged()
 
-    def _judge(self) -> None:
+    def _evaluate(self) -> None:
         """Evaluate, pass the result to the schedule and to weight averaging, keep the best weights, and decide on early stopping."""
         at, train = self.state, self.spec.train
         self.check()
         with self.trainer.evaluation_weights():
             if self.parts.valid is None:
                 self._write_weights()
-                at.judged = at.step
+                at.evaluated = at.step
                 return
-            values = at.latest = self.judge(self.parts.valid, trained=True)
-            at.judged = at.step
+            values = at.latest = self.evaluate(self.parts.valid, trained=True)
+            at.evaluated = at.step
             loss = values["loss"]
             if not math.isfinite(loss):
                 fact = f"the validation loss is {loss} at step {at.step}"
@@ -329,10 +314,10 @@ class Loop:
             if better:
                 at.best, at.best_step = values, at.step
                 self._write_weights()
-        at.history.append(loss)
+        at.losses.append(loss)
         at.rate = rates.after_evaluation(train, at.rate, score)
         optimizer = self.trainer.optimizer
-        if isinstance(optimizer, optimizers.NTASGD) and not optimizer.average_active and optimizers.nonmonotone(at.history, train.nonmono):
+        if isinstance(optimizer, optimizers.NTASGD) and not optimizer.average_active and optimizers.nonmonotone(at.losses, train.nonmono):
             optimizer.trigger()
             self.watch.say(f"weight averaging starts at step {at.step}")
         ends = self.callbacks.on_evaluation(lambda: self.moment("valid", values))
@@ -349,7 +334,7 @@ class Loop:
             self.folder.write_weights(named, self.state.step)
         heartbeat.mark()
 
-    def judge(self, part: Part, *, weights_step: int | None = None, trained: bool = False) -> dict[str, float]:
+    def evaluate(self, part: Part, *, weights_step: int | None = None, trained: bool = False) -> dict[str, float]:
         """Evaluate the current weights on one part and write its row, with `weights_step` if the weights are not from the current step.
 
         `trained`: beside the loss stands that of training since the last evaluation, as it was computed there, with dropout.
@@ -369,7 +354,7 @@ class Loop:
 
         trainer = self.trainer
         kept = trainer.stage, trainer.capture, trainer.evaluation_trial
-        values = evaluate(trainer.model, self.task, part, mesh=trainer.mesh, stage=kept[0], capture=kept[1], trial=kept[2], tick=tick)
+        values = evaluate_part(trainer.model, self.task, part, mesh=trainer.mesh, stage=kept[0], capture=kept[1], trial=kept[2], tick=tick)
         place = place_of(at, part.name) | ({} if weights_step is None else {"weights_step": weights_step})
         if trained and (train_loss := at.train_loss()) is not None:
             place["train_loss"] = train_loss
@@ -377,14 +362,8 @@ class Loop:
         seconds = time.monotonic() - started
         self.folder.write_timing({name: value for name, value in place.items() if name != "train_loss"} | {"seconds": seconds})
         self.watch.evaluated({**place, **values})
-        self._skip(seconds)
+        self.clock.skip(seconds)  # it is no time of steps
         return values
-
-    def _skip(self, seconds: float) -> None:
-        """Exclude other work from the step times."""
-        self.clock.skip(seconds)
-        if self.compare is not None:
-            self.compare.skip(seconds)
 
     def _tick(self, result: StepResult) -> None:
         self.clock.ticked()

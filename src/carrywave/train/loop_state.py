@@ -33,8 +33,8 @@ class LoopState:
     batch: int = 0  # batches done in this epoch; with the epoch, the cursor
     step: int = 0  # optimizer steps done
     rate: rates.Rate = field(default_factory=rates.Rate)
-    history: list[float] = field(default_factory=list)  # validation losses
-    judged: int = -1  # the step of the last evaluation
+    losses: list[float] = field(default_factory=list)  # of valid, at each evaluation
+    evaluated: int = -1  # the step of the last evaluation
     latest: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
     best: dict[str, float] | None = None  # metrics of the best evaluation
     best_step: int = -1  # the step of that evaluation
@@ -87,7 +87,7 @@ class LoopState:
     @property
     def weights_step(self) -> int:
         """The step of the weights that are kept: the best, or without validation the last."""
-        return self.best_step if self.best is not None else self.judged
+        return self.best_step if self.best is not None else self.evaluated
 
     def trains(self, train: TrainSpec) -> bool:
         """True if there is anything left to train."""

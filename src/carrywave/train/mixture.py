@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from carrywave.runs.evaluation import evaluate
+from carrywave.prediction.evaluation import evaluate
 from carrywave.tasks.task import Part
 from carrywave.train.loop import Loop
 

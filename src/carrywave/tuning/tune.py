@@ -1,8 +1,10 @@
 """Searches over keys of a spec: every trial is a run in a folder of its own, judged by its best `train.best` on valid.
 
+What is tried next and which trials are not worth going on with is Optuna's: its study, its storage, sampler and pruner.
+
 FOLDER/
   tune.yaml      the spec that trials differ from
-  tune.jsonl     the search and its trials
+  tune.journal   Optuna's study (JournalStorage), with the search and its trials
   trial-1/ …     ordinary runs; what they print is in logs/
   best.yaml      the spec of the best trial
   tune.html      a page about all of them
@@ -11,11 +13,13 @@ FOLDER/
 from __future__ import annotations
 
 import json
+import math
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from carrywave.data.prepare import digests_of
 from carrywave.errors import ResourceError, RunError, SpecError, UserError, option
@@ -23,17 +27,32 @@ from carrywave.report.tune_page import render_search
 from carrywave.runs import output_file
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.run_place import free_place
-from carrywave.spec.load import dump, parse, read_values, with_overrides
+from carrywave.spec.load import dump, read_values
 from carrywave.spec.spec import Spec
-from carrywave.spec.train_spec import HIGHER, score
+from carrywave.spec.train_spec import HIGHER
 from carrywave.spec.yaml_text import dump_yaml
-from carrywave.tuning.child_runs import ChildRun, Job, Why, evaluations, holding, options_of, places_for, run_jobs
-from carrywave.tuning.search_space import Space, check_space, overrides_of, space_from, spec_with
-from carrywave.tuning.study import Journal, Search, Trial, library
+from carrywave.tuning.children import ChildRun, Why, holding, options_of, places_for, run_children
+from carrywave.tuning.search_space import (
+    Space,
+    check_space,
+    combinations,
+    library,
+    overrides_of,
+    space_from,
+    spec_with,
+    value_of,
+)
 
-BASE, JOURNAL, BEST, PAGE, TRIAL = "tune.yaml", "tune.jsonl", "best.yaml", "tune.html", "trial.json"
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial, Trial
+
+BASE, JOURNAL, BEST, PAGE = "tune.yaml", "tune.journal", "best.yaml", "tune.html"
 TRIALS = 20
+STARTUP = 5  # trials that are drawn at random, and that must have finished before others are judged by them
+LEAST = 2  # evaluations of a trial before it is judged
 MOST_FAILURES = 3  # in a row from the first trial on: then something is wrong with all of them
+STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}  # else a trial is stopped, to go on later
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,19 @@ class TuneResult:
 
     def __repr__(self) -> str:
         return f"TuneResult(run={str(self.run)!r}, value={self.value!r}, trials={len(self.rows)}, ending={self.ending!r})"
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What may differ from one part of a search to the next, after an interruption."""
+
+    trials: int = TRIALS
+    seconds: float | None = None
+    at_once: int | None = None
+    device: str = "auto"
+    devices: int | None = None
+    prune: bool = True
+    say: Callable[[str], None] = lambda _: None
 
 
 def tune(
@@ -81,62 +113,40 @@ def tune(
         base = read_values(Path(spec))
     else:
         base = spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, Spec) else dict(spec)
-    how = How(trials, None if hours is None else 3600 * hours, at_once, device, devices, say or (lambda _: None))
-    return run_search(base, space_from(keys), how, seed=seed, prune=prune, run=None if run is None else Path(run), resume=resume)
-
-
-@dataclass(frozen=True)
-class How:
-    """What may differ from one part of a search to the next, after an interruption."""
-
-    trials: int
-    seconds: float | None
-    at_once: int | None
-    device: str
-    devices: int | None
-    say: Callable[[str], None]
+    seconds = None if hours is None else 3600 * hours
+    options = SearchOptions(trials, seconds, at_once, device, devices, prune, say or (lambda _: None))
+    return run_search(base, space_from(keys), options, seed=seed, run=None if run is None else Path(run), resume=resume)
 
 
 def run_search(
-    base: Mapping[str, Any] | None,
-    space: Space,
-    how: How,
-    *,
-    seed: int | None = 1,
-    prune: bool = True,
-    run: Path | None = None,
-    resume: bool = False,
+    base: Mapping[str, Any] | None, space: Space, options: SearchOptions, *, seed: int | None, run: Path | None, resume: bool
 ) -> TuneResult:
     """As `tune`, for the values of a spec file and a space. A search that goes on may leave both out, and its seed."""
     library()
     if resume and run is None:
         raise RunError(f"{option('resume')} needs the folder of a search; pass {option('run')}")
-    if how.trials < 1:
-        raise UserError(f"{option('trials')} is {how.trials}; use a number >= 1")
-    if how.seconds is not None and not how.seconds > 0:
+    if options.trials < 1:
+        raise UserError(f"{option('trials')} is {options.trials}; use a number >= 1")
+    if options.seconds is not None and not options.seconds > 0:
         raise UserError("the time limit of a search is not above 0; use a longer one")
-    places = places_for(how.at_once, how.device, how.devices)
-    if not resume:
-        if base is None:
-            raise SpecError("a search needs a spec; pass the path of a spec file")
-        check_space(base, space)
-        search = Search(_checked(base, space).train.best, space, 1 if seed is None else seed, prune)
+    places = places_for(options.at_once, options.device, options.devices)
+    if base is None and not resume:
+        raise SpecError("a search needs a spec; pass the path of a spec file")
+    spec = None if resume else check_space(base or {}, space)
     folder = run or free_place("tune")
     with holding(folder, resume=resume, marker=JOURNAL, before=BASE):
-        journal = Journal(folder / JOURNAL)
-        if resume:
-            search, trials = journal.read()
-            _check_same(folder, search, base, space, seed)
-        else:
+        if spec is not None:
             with atomic_files.writing(str(folder)):
                 atomic_files.write_bytes(folder / BASE, dump_yaml(_plain(base or {})).encode(errors="backslashreplace"))
-                journal.begin(search)
-            trials = []
-        _check_data(folder, trials, read_values(folder / BASE))
-        going = _Going(folder, search, read_values(folder / BASE), how, journal, trials)
-        until = None if how.seconds is None else time.monotonic() + how.seconds
-        why = run_jobs(going.next_job, places, going.look, going.ended, until=until, say=how.say)
-        return going.result(why)
+                study = begin_study(folder, spec, space, 1 if seed is None else seed)
+        else:
+            study = open_study(folder)
+            _check_same(folder, study, None if base is None else _plain(base), space, seed)
+        search = _Search(folder, study, options)
+        search.check_data()
+        until = None if options.seconds is None else time.monotonic() + options.seconds
+        why = run_children(search.next_child, places, search.look, search.ended, until=until, say=options.say)
+        return search.result(why)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,170 +154,188 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(values, default=str)))
 
 
-def _checked(base: Mapping[str, Any], space: Space) -> Spec:
-    """The spec with the first values that are tried; refuses one without anything to judge trials by."""
-    spec = None
+def begin_study(folder: Path, spec: Spec, space: Space, seed: int) -> Study:
+    """A new study in a folder."""
+    optuna, metric = library(), spec.train.best
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL)))
+    direction = "maximize" if metric in HIGHER else "minimize"
+    study: Study = optuna.create_study(study_name="tune", storage=storage, direction=direction)
+    written = {key: optuna.distributions.distribution_to_json(values) for key, values in space.items()}
+    study.set_user_attr("search", {"metric": metric, "seed": seed, "space": written})
+    return study
+
+
+def open_study(folder: Path) -> Study:
+    """The study of a folder; a line that a killed process was writing is as if it had not been written."""
+    optuna, path = library(), folder / JOURNAL
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(content.rfind(b"\n") + 1)
     try:
-        spec = parse(base)
-    except SpecError:  # what the keys set may be missing in it
-        spec = with_overrides(_plain(base), overrides_of({key: values.samples[0] for key, values in space.items()}), own=True)
-    if spec.data.valid is None and spec.data.split is None and not spec.data.share:
-        raise SpecError("trials are judged on validation data, and the spec has none; set data.valid, or data.share above 0")
-    if spec.data.train is None:
-        raise SpecError("trials are trained by processes of their own, which read the data from files; set data.train")
-    return spec
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+        study: Study = optuna.load_study(study_name="tune", storage=storage)
+        study.user_attrs["search"]
+    except (KeyError, ValueError, TypeError) as error:
+        raise RunError(f"{path} is damaged ({error}); start a new search in another folder") from error
+    return study
 
 
-def _check_same(folder: Path, search: Search, base: Mapping[str, Any] | None, space: Space, seed: int | None) -> None:
+def _check_same(folder: Path, study: Study, base: Mapping[str, Any] | None, space: Space, seed: int | None) -> None:
     """Refuse to go on with another search than the folder's."""
-    for what, given, known in (
-        ("spec", None if base is None else _plain(base), read_values(folder / BASE)),
-        ("keys", {key: values.to_json() for key, values in space.items()} or None, search.to_json()["space"]),
-        ("seed", seed, search.seed),
-    ):
-        if given is not None and given != known:
+    before, of_json = study.user_attrs["search"], library().distributions.json_to_distribution
+    known = {key: of_json(text) for key, text in before["space"].items()}
+    given = (("spec", base, read_values(folder / BASE)), ("keys", space or None, known), ("seed", seed, before["seed"]))
+    for what, ours, theirs in given:
+        if ours is not None and ours != theirs:
             raise RunError(f"{folder} is a search with another {what}; leave it out to go on with that one, or use another {option('run')}")
 
 
-def _check_data(folder: Path, trials: Sequence[Trial], base: Mapping[str, Any]) -> None:
-    """Refuse to go on with other data than the trials so far were judged on: their values would be compared with those of new ones."""
-    for trial in trials:
-        facts = folder / f"trial-{trial.number}" / "facts.json"
-        if trial.values and facts.is_file():
-            before = json.loads(facts.read_bytes()).get("files", {})
-            now = {key.removeprefix("data."): file for key, file in digests_of(spec_with(base, trial.keys)).items()}
-            for part, (name, digest) in now.items():
-                if before.get(part, digest) != digest:
-                    fact = f"the data has changed since trial {trial.number} of {folder} ({name}), so that trials could not be compared"
-                    raise RunError(f"{fact}; restore the old data, or start a new search")
-            return
+class _Search:
+    """A search that goes on. Trials are numbered from 1."""
 
+    def __init__(self, folder: Path, study: Study, options: SearchOptions) -> None:
+        self.folder, self.study, self.options = folder, study, options
+        self.base, search, optuna = read_values(folder / BASE), study.user_attrs["search"], library()
+        self.metric, self.seed = str(search["metric"]), int(search["seed"])
+        self.space = {key: optuna.distributions.json_to_distribution(text) for key, text in search["space"].items()}
+        study.pruner = optuna.pruners.MedianPruner(STARTUP, LEAST) if options.prune else optuna.pruners.NopPruner()
+        self._trials: dict[Path, Trial] = {}  # that are being trained, by folder
+        self._waiting = [trial.number for trial in study.trials if not trial.state.is_finished()]
+        self._pruned: set[Path] = set()
 
-class _Going:
-    """A search that goes on."""
+    def check_data(self) -> None:
+        """Refuse to go on with other data than the trials so far were judged on: their values would be compared with those of new ones."""
+        try:
+            found = digests_of(spec_with(self.base, self.study.trials[0].user_attrs["keys"])) if self.study.trials else {}
+        except UserError:
+            return  # the runs say what is wrong with it
+        before = self.study.user_attrs.get("files", {})
+        for key, (name, digest) in found.items():
+            if before.get(key, digest) != digest:
+                fact = f"the data has changed since the first trials of {self.folder} ({name}), so that trials could not be compared"
+                raise RunError(f"{fact}; restore the old data, or start a new search")
 
-    def __init__(self, folder: Path, search: Search, base: Mapping[str, Any], how: How, journal: Journal, trials: list[Trial]) -> None:
-        self.folder, self.search, self.base, self.how, self.journal = folder, search, base, how, journal
-        self.trials = {trial.number: trial for trial in trials}
-        self._before = {trial.number: trial.seconds for trial in trials}  # seconds of trials that go on
-        self._waiting = [trial.number for trial in trials if trial.state in ("running", "stopped")]
-        self._pruned: set[int] = set()
-        self._looked: dict[int, tuple[int, int]] = {}  # size and time of the metrics file at the last look
-
-    def next_job(self) -> Job | None:
+    def next_child(self) -> ChildRun | None:
+        optuna, every = library(), combinations(self.space)
         if self._waiting:
             number = self._waiting.pop(0)
-            trial = replace(self.trials[number], state="running", values=(), why="")
+            trial = optuna.trial.Trial(self.study, self.study.trials[number]._trial_id)
         else:
-            most = min(self.how.trials, self.search.size or self.how.trials)
-            if len(self.trials) >= most:
+            number = len(self.study.trials)
+            if number >= min(self.options.trials, self.options.trials if every is None else len(every)):
                 return None
-            number = len(self.trials) + 1
-            trial = Trial(number, self.search.next_keys(list(self.trials.values())))
-        self._put(trial)
+            if every is not None and len(every) <= self.options.trials:  # each once
+                self.study.enqueue_trial(random.Random(self.seed).sample(every, len(every))[number])
+            # A sampler of its own for each trial, so that a search that was interrupted goes on as if it had not been.
+            own_seed = random.Random(f"{self.seed} {number}").getrandbits(32)
+            self.study.sampler = optuna.samplers.TPESampler(seed=own_seed, n_startup_trials=STARTUP)
+            trial = self.study.ask(self.space)
+            trial.set_user_attr("keys", {key: value_of(values, trial.params[key]) for key, values in self.space.items()})
+        keys = trial.user_attrs["keys"]
         try:
-            spec_with(self.base, trial.keys)
+            spec = spec_with(self.base, keys)
+            if "files" not in self.study.user_attrs:
+                self.study.set_user_attr("files", _digests(spec))
         except SpecError as error:
-            self._over(replace(trial, state="failed", why=str(error)))
-            return self.next_job()
-        words = (str(self.folder / BASE), *overrides_of(trial.keys), *options_of(self.how.device, self.how.devices))
-        return Job(self.folder / f"trial-{number}", words)
+            self._tell(trial, "FAIL", why=str(error))
+            return self.next_child()
+        words = (str(self.folder / BASE), *overrides_of(keys), *options_of(self.options.device, self.options.devices))
+        child = ChildRun(self.folder / f"trial-{number + 1}", words)
+        self._trials[child.folder] = trial
+        return child
 
     def look(self, child: ChildRun) -> bool:
         """Take in what a trial has reached; True if it is not worth going on with."""
-        number = self._number(child)
-        if number in self._pruned:
-            return True
-        path = child.job.folder / "metrics.jsonl"
-        status = path.stat() if path.is_file() else None
-        seen = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
-        if seen == self._looked.get(number):
-            return False
-        self._looked[number] = seen
-        rows, trial = evaluations(child.job.folder), self.trials[number]
-        found = [None if (value := row.get(self.search.metric)) is None else float(value) for row in rows]
-        if tuple(found[: len(trial.values)]) != trial.values:  # it went back to a snapshot, and may have come as far again since
-            trial = replace(trial, values=())
-        for row, value in list(zip(rows, found, strict=True))[len(trial.values) :]:
-            trial = replace(trial, values=(*trial.values, value), epochs=int(row.get("epoch") or 0))
-            # Judged evaluation by evaluation, so that the outcome does not depend on when we look.
-            if self.search.is_hopeless(list(self.trials.values()), trial):
-                self._pruned.add(number)
-                break
-        self.trials[number] = trial
-        return number in self._pruned
+        trial, rows = self._trials[child.folder], child.evaluations()
+        known = self.study.trials[trial.number].intermediate_values
+        # Judged evaluation by evaluation, so that the outcome does not depend on when we look.
+        for step, row in enumerate(rows, start=1):
+            if child.folder in self._pruned:
+                return True
+            if step not in known:
+                worst = -math.inf if self.metric in HIGHER else math.inf
+                trial.report(worst if row.get(self.metric) is None else float(row[self.metric]), step)
+                trial.set_user_attr("epochs", int(row.get("epoch") or 0))
+                if trial.should_prune():
+                    self._pruned.add(child.folder)
+        return child.folder in self._pruned
 
     def ended(self, child: ChildRun, code: int) -> None:
-        number = self._number(child)
-        trial = replace(self.trials[number], seconds=round(self._before.get(number, 0) + child.seconds))
-        if number in self._pruned:
-            trial = replace(trial, state="pruned")
-        elif child.asked and code != 0:
-            self._put(replace(trial, state="stopped"))
-            return
+        trial = self._trials.pop(child.folder)
+        trial.set_user_attr("seconds", round(trial.user_attrs.get("seconds", 0) + time.monotonic() - child.started))
+        if child.folder in self._pruned:
+            self._tell(trial, "PRUNED")
         elif child.can_go_on(code):
-            trial = replace(trial, state="stopped", why=child.complaint(code))
+            trial.set_user_attr("why", "" if child.asked else child.complaint(code))
+            if not child.asked:
+                self._say(trial)
         elif code != 0:
-            trial = replace(trial, state="failed", why=child.complaint(code))
-        elif trial.best(self.search.metric) is None:
-            trial = replace(trial, state="failed", why=f"it has no finite {self.search.metric} on valid")
+            self._tell(trial, "FAIL", why=child.complaint(code))
+        elif self._best(self.study.trials[trial.number]) is None:
+            self._tell(trial, "FAIL", why=f"it has no finite {self.metric} on valid")
         else:
-            trial = replace(trial, state="finished")
-        self._over(trial)
+            self._tell(trial, "COMPLETE")
 
-    def _over(self, trial: Trial) -> None:
-        """Keep a trial that has ended, and tell of it."""
-        self._put(trial)
-        place = self.folder / f"trial-{trial.number}"
-        if place.is_dir():
-            output_file.write(place / TRIAL, json.dumps(asdict(trial), indent=1) + "\n")
-        best, keys = trial.best(self.search.metric), " ".join(overrides_of(trial.keys))
-        reached = "" if best is None else f" {self.search.metric} {best:.4g}"
-        self.how.say(f"trial {trial.number} {trial.state}:{reached} {keys}{f'; {trial.why}' if trial.why else ''}")
-        failed = [each for each in self.trials.values() if each.why]
-        if len(failed) >= MOST_FAILURES and not any(each.state in ("finished", "pruned") for each in self.trials.values()):
-            kind = ResourceError if all(each.state == "stopped" for each in failed) else RunError
-            raise kind(f"the first {len(failed)} trials failed, the first with: {failed[0].why}")
+    def _best(self, trial: FrozenTrial) -> float | None:
+        """The best value of a trial so far; None if there is none."""
+        values = [value for value in trial.intermediate_values.values() if math.isfinite(value)]
+        return (max if self.metric in HIGHER else min)(values, default=None)
 
-    def _put(self, trial: Trial) -> None:
-        self.trials[trial.number] = trial
-        self.journal.write(trial)
+    def _tell(self, trial: Trial, state: str, why: str = "") -> None:
+        """Record that a trial has ended, and say so."""
+        trial.set_user_attr("why", why)
+        value = self._best(self.study.trials[trial.number]) if state == "COMPLETE" else None
+        self.study.tell(trial, value, library().trial.TrialState[state])
+        self._say(trial)
 
-    @staticmethod
-    def _number(child: ChildRun) -> int:
-        return int(child.job.folder.name.removeprefix("trial-"))
+    def _say(self, trial: Trial) -> None:
+        frozen = self.study.trials[trial.number]
+        best, keys, why = self._best(frozen), " ".join(overrides_of(frozen.user_attrs["keys"])), frozen.user_attrs["why"]
+        reached = "" if best is None else f" {self.metric} {best:.4g}"
+        self.options.say(f"trial {frozen.number + 1} {_state(frozen)}:{reached} {keys}{f'; {why}' if why else ''}")
+        trials = self.study.trials
+        failed = [each for each in trials if each.user_attrs.get("why")]
+        if len(failed) >= MOST_FAILURES and not any(_state(each) in ("finished", "pruned") for each in trials):
+            kind = ResourceError if all(_state(each) == "stopped" for each in failed) else RunError
+            raise kind(f"the first {len(failed)} trials failed, the first with: {failed[0].user_attrs['why']}")
 
     def result(self, why: Why | None) -> TuneResult:
         """Write the best spec and the page."""
-        metric = self.search.metric
-        judged = [
-            (value, trial)
-            for trial in self.trials.values()
-            if trial.state in ("finished", "stopped") and (value := trial.best(metric)) is not None
-        ]
-        rows = [_row(trial, metric) for trial in self.trials.values()]
-        unfinished = [trial for trial in self.trials.values() if trial.state == "stopped" and trial.why]
-        if not judged:
-            if why is None and not unfinished:
-                raise RunError(f"no trial of {self.folder} was evaluated; the first failed with: {next(iter(self.trials.values())).why}")
-            self._demand(unfinished, why)
-            return TuneResult(self.folder, None, None, rows, why)
-        value, best = min(judged, key=lambda pair: score(metric, pair[0]))
-        spec = spec_with(self.base, best.keys)
-        output_file.write(self.folder / BEST, dump(spec))
-        page = render_search(str(self.folder), metric, list(self.search.space), rows, best.number, higher=metric in HIGHER)
-        output_file.write(self.folder / PAGE, page)
-        self._demand(unfinished, why)
+        trials = self.study.trials
+        rows = [self._row(trial) for trial in trials]
+        found = [(self._best(trial), trial) for trial in trials if _state(trial) in ("finished", "stopped")]
+        judged = [(value, trial) for value, trial in found if value is not None]
+        unfinished = [trial.user_attrs["why"] for trial in trials if _state(trial) == "stopped" and trial.user_attrs.get("why")]
+        value: float | None = None
+        spec: Spec | None = None
+        if judged:
+            value, best = (max if self.metric in HIGHER else min)(judged, key=lambda pair: pair[0])
+            spec = spec_with(self.base, best.user_attrs["keys"])
+            output_file.write(self.folder / BEST, dump(spec))
+            higher = self.metric in HIGHER
+            page = render_search(str(self.folder), self.metric, list(self.space), rows, best.number + 1, higher=higher)
+            output_file.write(self.folder / PAGE, page)
+        if unfinished and why is None:
+            fact = f"{len(unfinished)} of {len(trials)} trials ended before their end, the first with: {unfinished[0]}"
+            raise ResourceError(f"{fact}; remove the cause, then go on with {option('resume')}")
+        if not judged and why is None:
+            raise RunError(f"no trial of {self.folder} was evaluated; the first failed with: {trials[0].user_attrs['why']}")
         return TuneResult(self.folder, spec, value, rows, why)
 
-    def _demand(self, unfinished: Sequence[Trial], why: Why | None) -> None:
-        """Raise if trials that can go on have ended before their end, and nobody asked the search to stop."""
-        if unfinished and why is None:
-            fact = f"{len(unfinished)} of {len(self.trials)} trials ended before their end, the first with: {unfinished[0].why}"
-            raise ResourceError(f"{fact}; remove the cause, then go on with {option('resume')}")
+    def _row(self, trial: FrozenTrial) -> dict[str, Any]:
+        known = trial.user_attrs
+        row = {"trial": trial.number + 1, **known["keys"], self.metric: self._best(trial), "epochs": known.get("epochs", 0)}
+        why = {"why": known["why"]} if known.get("why") else {}
+        return row | {"seconds": known.get("seconds", 0), "state": _state(trial)} | why
 
 
-def _row(trial: Trial, metric: str) -> dict[str, Any]:
-    best = trial.best(metric)
-    row = {"trial": trial.number, **trial.keys, metric: best, "epochs": trial.epochs, "seconds": trial.seconds, "state": trial.state}
-    return row | ({"why": trial.why} if trial.why else {})
+def _state(trial: FrozenTrial) -> str:
+    return STATES.get(trial.state.name, "stopped")
+
+
+def _digests(spec: Spec) -> dict[str, str]:
+    """The SHA-256 of the files of a spec; nothing if one cannot be read, about which the runs complain."""
+    try:
+        return {key: digest for key, (_, digest) in digests_of(spec).items()}
+    except UserError:
+        return {}

@@ -1,7 +1,7 @@
 """A file as a pandas frame: text tables in any usual form, Parquet, Feather and JSON records.
 
-What pandas needs to be told is looked up in the first lines (separator, first line, header, decimal mark), unless `data.separator`,
-`data.decimal` or `data.read` say it; the rest is pandas' own. Each thing that was found rather than told is said in a line.
+What pandas needs to be told is looked up in the first lines (separator, first line, header, decimal mark), unless
+`data.read` says it; the rest is pandas' own. Each thing that was found rather than told is said in a line.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
     content = content if "skiprows" in told else content[comments.end() :]
     head = content[:HEAD_BYTES].decode(errors="ignore").split("\n", LOOKED_AT)
     lines = [line.rstrip("\r") for line in (head if len(head) <= LOOKED_AT and len(content) <= HEAD_BYTES else head[:-1])]
-    separator = told.get("sep") or told.get("delimiter") or data.mark or (comments["sep"] or b"").decode() or separator_of(lines)
+    separator = told.get("sep") or told.get("delimiter") or (comments["sep"] or b"").decode() or separator_of(lines)
     rows = _cells(lines, separator)
     first = 0 if told.keys() & {"skiprows", "header", "names"} else _first_row(rows)
     rows, filled = rows[first:], [row for row in rows[first:] if row]
     header = has_header(filled)
-    decimal = told.get("decimal") or (data.decimal if data.decimal != "auto" else decimal_of(filled[1:], separator))
+    decimal = told.get("decimal") or decimal_of(filled[1:], separator)
     options: dict[str, Any] = {
         "sep": separator,
         "header": 0 if header else None,
@@ -125,13 +125,13 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
 
 def _remarks(source: Source, separator: str, data: DataSpec, *, header: bool, skipped: int, decimal: str) -> list[str]:
     lines = list(source.notes())
-    if data.mark is None and separator not in (",", "\t"):
+    if not {"sep", "delimiter"} & (data.read or {}).keys() and separator not in (",", "\t"):
         lines.append(f"{source.name}: columns are separated by {'spaces' if separator == SPACES else repr(separator)}")
     if skipped:
         lines.append(f"{source.name}: the table begins after {skipped} other line{'s' * (skipped > 1)}")
     if not header and not (data.read or {}).get("names"):
         lines.append(f"{source.name}: there is no line of names, so columns are numbered from 0")
-    if decimal == "," and data.decimal == "auto":
+    if decimal == "," and "decimal" not in (data.read or {}):
         lines.append(f"{source.name}: decimals have a comma")
     return lines
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
@@ -36,11 +36,6 @@ def check_local(path: Path, error: type[UserError] = UserError) -> None:
         raise error(f"{address} is an address in a store, but only a path on this machine can be used here; write there, then copy it")
 
 
-def kind_of(address: str) -> str:
-    """The part of an address before `://`."""
-    return address.partition("://")[0].lower()
-
-
 class Store:
     """A folder in a store, and everything below it. Names are relative to it, with slashes."""
 
@@ -59,17 +54,6 @@ class Store:
                 ) from missing
         self._root = str(root).rstrip("/")
         self._answered = False  # opening it asks nothing of it
-        self._local = "file" in ((kinds,) if isinstance(kinds := self._files.protocol, str) else kinds)
-
-    def names(self) -> set[str]:
-        """The names of all objects in this folder."""
-        with self._one_line_errors("cannot be listed"):
-            self._files.invalidate_cache()
-            try:
-                paths = self._files.find(self._root)
-            except FileNotFoundError:
-                return set()
-            return {str(path)[len(self._root) :].lstrip("/") for path in paths if str(path).startswith(f"{self._root}/")}
 
     def marks(self, name: str = "") -> dict[str, str]:
         """What the store says of an object: its size, and what changes whenever its content does."""
@@ -82,46 +66,10 @@ class Store:
             weak = {mark: str(info[mark]) for mark in TIMES if info.get(mark)}
             return {"size": str(info.get("size")), **(strong or weak)}
 
-    def read(self, name: str) -> bytes | None:
-        """The content of a small object; None if there is none."""
-        with self._one_line_errors("cannot be read", name):
-            try:
-                return bytes(self._files.cat_file(self._at(name)))
-            except FileNotFoundError:
-                return None
-
     def get(self, name: str, path: Path) -> None:
         """Copy an object into a file."""
         with self._one_line_errors("cannot be read", name):
             self._files.get_file(self._at(name), str(path))
-
-    def put(self, content: Path | bytes, name: str) -> None:
-        """Copy a file, or a few bytes, into an object, which is there as a whole or not at all."""
-        with self._one_line_errors("could not be written", name):
-            if not self._local:
-                self._write(content, self._at(name))
-                return
-            # In an object store a new object replaces the old one at once; a file would be seen half-written.
-            place = Path(self._at(name))
-            draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
-            draft.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._write(content, str(draft))
-                draft.replace(place)
-            finally:
-                draft.unlink(missing_ok=True)
-
-    def _write(self, content: Path | bytes, place: str) -> None:
-        if isinstance(content, bytes):
-            self._files.pipe_file(place, content)
-        else:
-            self._files.put_file(str(content), place)
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are not there are no mistake."""
-        for name in names:
-            with self._one_line_errors("cannot be removed", name), suppress(FileNotFoundError):
-                self._files.rm_file(self._at(name))
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

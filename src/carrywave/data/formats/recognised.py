@@ -166,7 +166,8 @@ class NamedRows(Rows):
             return value
         if not value.strip():
             return None
-        comma = self.spec.data.decimal == "," or (self.spec.data.decimal == "auto" and DECIMAL_COMMA.fullmatch(value) is not None)
+        told = (self.spec.data.read or {}).get("decimal")
+        comma = told == "," or (told is None and DECIMAL_COMMA.fullmatch(value) is not None)
         try:
             return float(value.replace(",", ".") if comma else value)
         except ValueError:

@@ -10,7 +10,6 @@ from carrywave.plan.memory import say
 from carrywave.plan.predict import Prediction
 from carrywave.plan.scaling import Scale
 from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe
-from carrywave.plan.show.drawing import ticks
 from carrywave.plan.simulation import TaskSpan, Timeline
 from carrywave.plan.units import Units, unit_names
 
@@ -212,3 +211,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[in
         )
 
     return "\n".join(line(row).rstrip() for row in (heads, *rows))
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round values within a range, at most about this many."""
+    step = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= (high - low) * (1 - 1e-9))
+    return [count * step for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

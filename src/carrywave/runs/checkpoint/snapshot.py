@@ -152,7 +152,7 @@ def publish(draft: Path, name: str, manifest: Manifest, keep: int, *, best: bool
     return target
 
 
-def mend_best(stored: Stored) -> None:
+def restore_best(stored: Stored) -> None:
     """Point `best` to the snapshot that a run resumes from, if that is the best one: a crash may have come before it was written."""
     folder = stored.folder.parent
     at = stored.meta["progress"]
@@ -162,17 +162,25 @@ def mend_best(stored: Stored) -> None:
 
 def snapshot_of_best(folder: Path, progress: Mapping[str, Any]) -> Stored | None:
     """The snapshot of the best evaluation that `progress` knows of, which `best` names from now on; None if it is gone."""
-    step = progress["best_step"] if progress["best"] is not None else progress["judged"]
+    step = progress["best_step"] if progress["best"] is not None else progress["evaluated"]
     for entry in sorted(folder.glob(f"step-{step:08d}*")):
         with suppress(RunError):
             stored = open_stored(entry)
             at = stored.meta["progress"]
             # A run that went back may have reached the same step in another way.
-            if at["step"] == step and at["judged"] == step and at["best"] == progress["best"]:
+            if at["step"] == step and at["evaluated"] == step and at["best"] == progress["best"]:
                 if at["best"] is not None:
                     _point(folder, BEST, entry.name)
                 return stored
     return None
+
+
+def weights_are_of(path: Path, step: int) -> bool:
+    """True if a file of weights is sound and of this step."""
+    try:
+        return atomic_files.read_metadata(path).get("step") == str(step)
+    except RunError:
+        return False
 
 
 def refuse_not_finite(path: Path, parameters: Mapping[str, Tensor]) -> None:

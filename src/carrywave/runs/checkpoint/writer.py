@@ -1,10 +1,9 @@
 """Writes snapshots in the background, on all workers in parallel, while training continues.
 
 `begin` copies the content of a snapshot into buffers that are reused for the next one, and a thread writes the copy. Every worker's thread
-leaves a report beside its files, and that of rank 0 waits for all reports, checks that the files are there, writes the manifest and
-publishes. Threads exchange no messages, except those of workers that do not see the run's folder (`folder_visibility`): they send their
-part to rank 0, through connections that only these threads use. The workers agree on the outcome in `settle`, which all call at the same
-step: before the next snapshot, or at the end. So at most one snapshot is in progress at a time, and a second one waits for it.
+leaves a report beside its files in the run's folder, which all workers share, and that of rank 0 waits for all reports, checks that the
+files are there, writes the manifest and publishes. Threads exchange no messages. The workers agree on the outcome in `settle`, which all
+call at the same step: before the next snapshot, or at the end. So at most one snapshot is in progress at a time, and a second one waits.
 
 A worker that dies leaves a draft, which the next start removes; the previous snapshot remains valid.
 """
@@ -17,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,19 +28,22 @@ from torch import Tensor
 from carrywave import errors
 from carrywave.data.loader import copy_stream
 from carrywave.errors import RunError, UserError, from_system, option, remedy_for
-from carrywave.parallel.liveness import heartbeat, lost_contact
+from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import World, all_gather_json, from_rank_0, raise_on_all
-from carrywave.plan.memory import say
 from carrywave.runs.checkpoint import atomic_files
-from carrywave.runs.checkpoint.folder_visibility import FolderVisibility, visible
 from carrywave.runs.checkpoint.manifest import File, Manifest
-from carrywave.runs.checkpoint.part_transfer import receive_part, send_part
 from carrywave.runs.checkpoint.snapshot import TEMPORARY, Groups, publish, sweep, write_part
+from carrywave.runs.watcher import size_text
 
 POLL_SECONDS = 0.02
+SEEN_SECONDS = 3.0  # within which a file written by another host must be visible here
 
 Failure = tuple[str, str]  # class and message of an error
+
+
+def _nothing() -> None:
+    """What is called before a snapshot is published if nothing is to be."""
 
 
 @dataclass
@@ -56,7 +58,6 @@ class _Job:
     keep: int
     best: bool
     before: Callable[[], None]  # called before it is published
-    after: Callable[[], None]  # and after it
     written: threading.Event = field(default_factory=threading.Event)  # this worker's part is written, or has failed
     given_up: threading.Event = field(default_factory=threading.Event)  # another worker's part will never arrive
     part_failure: Failure | None = None
@@ -67,8 +68,8 @@ class _Job:
 class Writer:
     """Writes the snapshots of one run. Every worker has one, and all call its methods at the same steps."""
 
-    def __init__(self, world: World, folder: Path, visibility: FolderVisibility | None = None) -> None:
-        self.world, self.folder, self.visibility = world, folder, visibility or FolderVisibility()
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder = world, folder
         self.held_seconds = 0.0  # for which training was blocked
         self._job: _Job | None = None
         self._memory: dict[tuple[str, str], Tensor] = {}
@@ -76,7 +77,7 @@ class Writer:
         self._token = ""
 
     def meet(self) -> None:
-        """Remove leftovers, and check that all who write into the folder see it. Collective: every rank must call it."""
+        """Remove leftovers, and check that all workers share the folder. Collective: every rank must call it."""
         token = secrets.token_hex(4)
         if self.world.rank == 0 and self.folder.is_dir():
             sweep(self.folder)
@@ -92,10 +93,9 @@ class Writer:
         self._token = from_rank_0(self.world, leave_mark)
         mark = self.folder / f"{TEMPORARY}meeting-{self._token}"
         with raise_on_all(self.world):
-            if self.visibility.sees(self.world.rank) and not visible(mark):
+            if not _visible(mark):
                 raise RunError(
-                    f"the folder {self.folder} of rank 0 was visible on {os.uname().nodename} when the run was opened, and is no longer; "
-                    f"set {option('run')} to a folder that stays in place"
+                    f"{os.uname().nodename} does not see {self.folder} of rank 0; set {option('run')} to a folder that all hosts share"
                 )
         if self.world.rank == 0:
             atomic_files.remove(mark)
@@ -108,8 +108,7 @@ class Writer:
         *,
         keep: int,
         best: bool = False,
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = _nothing,
     ) -> None:
         """Copy this worker's part of a snapshot, and start writing it. The previous one must be settled."""
         started = time.perf_counter()
@@ -117,7 +116,7 @@ class Writer:
         copied, ready = self._copy(groups)
         draft = self.folder / f"{TEMPORARY}{name}-{self._token}"
         plain_meta = None if meta is None else json.loads(json.dumps(meta))
-        job = _Job(self.folder / name, draft, copied, ready, plain_meta, keep, best, before, after)
+        job = _Job(self.folder / name, draft, copied, ready, plain_meta, keep, best, before)
         # A daemon: a process that has to exit does not wait for the disk. It leaves a draft.
         job.thread = threading.Thread(target=self._write, args=(job,), name="carrywave-snapshot", daemon=True)
         self._job = job
@@ -143,8 +142,6 @@ class Writer:
             if self.world.rank == 0 and (failed or job.failure):
                 sweep(self.folder)  # including what a worker created after the draft was removed
         failure = all_gather_json(self.world, job.failure)[0]
-        if (failed or failure) and self.visibility.star is not None:
-            self.visibility.star.renew()
         if failed:
             # A worker's own report is closer to the cause than rank 0 missing its files.
             rank, (kind, message) = failed[0]
@@ -192,49 +189,32 @@ class Writer:
     # In the background thread
 
     def _write(self, job: _Job) -> None:
-        """Write this worker's part, or send it; on rank 0, then complete and publish the snapshot."""
+        """Write this worker's part; on rank 0, then complete and publish the snapshot."""
         files: dict[str, File] = {}
-        sent = [_Sent(self.visibility, rank, job.draft) for rank in self.visibility.apart] if self.world.rank == 0 else []
         try:
             if job.ready is not None:
                 job.ready.synchronize()
-            if not self.visibility.sees(self.world.rank):
-                self._send(job)
-            else:
-                self.folder.mkdir(exist_ok=True)  # within the run's folder, which is not created again if it was removed
-                job.draft.mkdir(exist_ok=True)
-                for each in sent:
-                    each.start()
-                files = write_part(job.draft, job.groups)
-                if self.world.rank > 0:
-                    self._report(job, {"files": {name: file.to_json() for name, file in files.items()}})
+            self.folder.mkdir(exist_ok=True)  # within the run's folder, which is not created again if it was removed
+            job.draft.mkdir(exist_ok=True)
+            files = write_part(job.draft, job.groups)
+            if self.world.rank > 0:
+                self._report(job, {"files": {name: file.to_json() for name, file in files.items()}})
         except Exception as error:
             job.part_failure = _failure(job.target, error, job.groups)
         job.written.set()
         if self.world.rank > 0:
-            if job.part_failure is not None and self.visibility.sees(self.world.rank):
+            if job.part_failure is not None:
                 with suppress(OSError):  # if there is no room for a report either, `settle` reports it
                     self._report(job, {"failure": job.part_failure})
             return
         try:
-            # Even if its own part failed: the draft must not be removed while others write into it, and none of them must wait for us.
-            if self._complete(job, files, sent) and job.part_failure is None:
+            # Even if its own part failed: the draft must not be removed while others write into it.
+            if self._complete(job, files) and job.part_failure is None:
                 job.before()
                 publish(job.draft, job.target.name, Manifest(files, job.meta or {}), job.keep, best=job.best)
-                job.after()
         except Exception as error:
             job.failure = _failure(job.target, error, job.groups)
         atomic_files.remove(job.draft)  # does nothing if it was published
-
-    def _send(self, job: _Job) -> None:
-        """Send this worker's part to rank 0, or why there is none."""
-        assert self.visibility.star is not None
-        channel = self.visibility.star.channel(0)
-        try:
-            send_part(channel, job.groups)
-        except UserError as error:
-            channel.send_json({"failure": _failure(job.target, error)})
-            raise
 
     def _report(self, job: _Job, content: Any) -> None:
         report = _report_of(job.draft, self.world.rank)
@@ -242,69 +222,37 @@ class Writer:
         part.write_text(json.dumps(content))
         os.replace(part, report)
 
-    def _complete(self, job: _Job, files: dict[str, File], sent: Sequence[_Sent] = ()) -> bool:
-        """Wait until every other worker has reported or sent its part, and add their files to `files`; False if a part is missing."""
-        for each in sent:
-            each.wait()
-        arrived = [each.files() for each in sent]
-        waiting = [rank for rank in range(1, self.world.size) if self.visibility.sees(rank)]
-        whole = None not in arrived
-        for part in arrived:
-            files |= part or {}
-        while waiting:
-            report = _report_of(job.draft, waiting[0])
-            if not report.is_file():
+    def _complete(self, job: _Job, files: dict[str, File]) -> bool:
+        """Wait until every other worker has reported its part, and add their files to `files`; False if a part is missing."""
+        whole = True
+        for rank in range(1, self.world.size):
+            report = _report_of(job.draft, rank)
+            while not report.is_file():
                 if job.given_up.is_set():
                     return False
                 time.sleep(POLL_SECONDS)
-                continue
             reported = json.loads(report.read_text())
             whole = whole and "failure" not in reported
             for name, described in reported.get("files", {}).items():
                 file = File.of(described)
-                if not visible(job.draft / name) or (job.draft / name).stat().st_size != file.num_bytes:
+                if not _visible(job.draft / name) or (job.draft / name).stat().st_size != file.num_bytes:
                     raise RunError(
-                        f"snapshot {job.target}: {name} of rank {waiting[0]} is not visible to rank 0; "
+                        f"snapshot {job.target}: {name} of rank {rank} is not visible to rank 0; "
                         f"set {option('run')} to a folder on a file system that all hosts share"
                     )
                 files[name] = file
             report.unlink()
-            waiting.pop(0)
         return whole
 
 
-class _Sent:
-    """The part of a worker that does not see the folder, while rank 0 receives it."""
-
-    def __init__(self, visibility: FolderVisibility, rank: int, draft: Path) -> None:
-        assert visibility.star is not None
-        self._channel, self._draft = visibility.star.channel(rank), draft
-        self._files: dict[str, File] | None = None  # None: the worker has none
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._receive, name=f"carrywave-snapshot-{rank}", daemon=True)
-
-    def start(self) -> None:
-        """Receive it in a thread: parts of several workers arrive at once, while rank 0 writes its own."""
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when all that the worker sends has arrived."""
-        if self._thread.ident is None:  # this worker failed before it could receive anything; but the other is sending
-            self._thread.start()
-        self._thread.join()
-
-    def files(self) -> dict[str, File] | None:
-        """The files of the part, which are on disk; None if the worker could not provide it, which it says itself."""
-        if self._error is not None:
-            raise self._error
-        return self._files
-
-    def _receive(self) -> None:
-        try:
-            files, failure = receive_part(self._channel, self._draft)
-            self._files = files if failure is None else None
-        except Exception as error:
-            self._error = error
+def _visible(path: Path) -> bool:
+    """True if a path exists. A network file system may take a while to show what another host has created."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def _report_of(draft: Path, rank: int) -> Path:
@@ -315,8 +263,6 @@ def _failure(target: Path, error: Exception, groups: Groups | None = None) -> Fa
     """What went wrong as a class and one line, so that it can be sent as text."""
     if isinstance(error, UserError):
         return type(error).__name__, str(error)
-    if lost_contact.lost(error):
-        return "RunError", f"snapshot {target} could not be completed: a worker was lost on the way; the previous snapshot is kept"
     reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
     fact = f"snapshot {target} could not be written: {' '.join(reason.split())}; the previous snapshot is kept"
     if not isinstance(error, OSError):
@@ -324,5 +270,5 @@ def _failure(target: Path, error: Exception, groups: Groups | None = None) -> Fa
     remedy = remedy_for(error, "make the folder writable")
     if error.errno == errno.ENOSPC and groups:
         num_bytes = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
-        remedy += f" in {target.parent} (this worker's part takes {say(num_bytes)})"
+        remedy += f" in {target.parent} (this worker's part takes {size_text(num_bytes)})"
     return from_system(error, RunError).__name__, f"{fact}; {remedy}, then resume"

@@ -13,7 +13,7 @@ from torch import Tensor
 from carrywave.data.prepare import Prepared
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import World, raise_on_all
-from carrywave.runs.trained_run import read_linear
+from carrywave.prediction.saved_run import read_linear
 from carrywave.spec.spec import Spec
 from carrywave.tasks.heads import class_weights
 from carrywave.tasks.linear import signals, texts

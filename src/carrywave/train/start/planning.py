@@ -6,14 +6,15 @@ A plan given by the user is used as it is, and a resumed run keeps its plan.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from carrywave.data.prepare import prepare
-from carrywave.errors import PlanError, RunError, UserError, option
+from carrywave.errors import PlanError, UserError, option
 from carrywave.launch import launch_record
 from carrywave.launch.hardware import gpus, made_for_bf16
 from carrywave.parallel.mesh import Mesh
@@ -27,13 +28,13 @@ from carrywave.plan.profile import BY_BACKEND, PROFILE, Profile, find_profile, n
 from carrywave.plan.profile import names as shipped_names
 from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe, search, to_try
 from carrywave.plan.units import Units
-from carrywave.runs.run import Run
 from carrywave.spec.defaults import suited, with_precision
-from carrywave.spec.load import with_new_names
-from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.train.start import timing
 from carrywave.train.start.machine import calls_of, empty, extended, job_of, profile_for, threads
+from carrywave.train.start.opening import Start
+from carrywave.train.start.run_source import plan_of_json
+from carrywave.train.start.settling import Ready
 
 Say = Callable[[str], None]
 StepSeconds = Callable[[Mesh], float]  # what a real step takes on a mesh; collective over its workers
@@ -63,11 +64,20 @@ class PlanRequest:
     step_seconds: StepSeconds | None = None  # None: the workers are not here, as in a dry run
 
 
+def plan_of_run(start: Start, ready: Ready) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a run that has several workers, and why. Collective: every rank must call it."""
+    units = Units.of(ready.spec, ready.data.facts) if ready.own is None else None
+    steps = None if start.asked.dry_run else partial(timing.step_seconds, task=ready.task, part=ready.parts.train, order=ready.order)
+    of_model = ready.layers, ready.pooled, start.workers, start.before, ready.reads_whole, steps
+    planned = plan_run(start.world, PlanRequest(ready.spec, units, *of_model), start.asked.watch.say)
+    return planned.plan, planned.reasons
+
+
 def plan_run(world: World, request: PlanRequest, say: Say) -> Planned:
     """The plan that all workers follow. Collective: every rank must call it."""
     given = from_rank_0(world, lambda: None if _decides(request) else asdict(_given(request)))
     if given is not None:
-        plan = _of_json(given)
+        plan = plan_of_json(given)
         return Planned(plan, _predicted(world, request, plan))
     assert request.units is not None
     try:
@@ -114,7 +124,7 @@ def _chosen(world: World, request: PlanRequest, units: Units, say: Say) -> Plann
         choice = search(units, cluster, use_all=True)
         return [asdict(plan) for plan in to_try(choice)]
 
-    plans = [_of_json(values) for values in from_rank_0(world, ranked)]
+    plans = [plan_of_json(values) for values in from_rank_0(world, ranked)]
     kernel = request.spec.plan_spec.kernel
     if named or request.step_seconds is None or world.size == 1:
         serial = None if choice is None or choice.serial is None else choice.serial.seconds
@@ -189,31 +199,6 @@ def _predicted(world: World, request: PlanRequest, plan: Plan) -> Prediction | N
         return None
 
 
-def plan_before(folder: Run) -> Plan | None:
-    """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
-    try:
-        recorded = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
-        return _of_json({name: recorded[name] for name in PlanSpec.model_fields})
-    except (RunError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-
-
-def _of_json(values: Mapping[str, Any]) -> Plan:
-    """Parse a plan from JSON, validated like that of a spec."""
-    plan_spec = PlanSpec.model_validate(values)
-    replicas, cuts = plan_spec.replicas or 1, tuple(plan_spec.cuts or ())
-    return Plan(
-        replicas,
-        plan_spec.stages,
-        cuts,
-        plan_spec.chunk_steps,
-        plan_spec.micro_batches,
-        plan_spec.recompute,
-        plan_spec.kernel,
-        plan_spec.share_head,
-    )
-
-
 def best_number(spec: Spec, device: str, say: Say) -> int | None:
     """How many of this machine's GPUs to use if the user leaves that open: as many as pay off by the profile that is named or ships for
     such GPUs, and all of them without one: the run says if one would be as fast. None: it is not ours to decide.
@@ -234,15 +219,6 @@ def best_number(spec: Spec, device: str, say: Say) -> int | None:
     if choice.best.plan.workers < len(names):
         say(f"{choice.why}; pass {option('devices', len(names))} to use all of them")
     return choice.best.plan.workers
-
-
-def check_workers(plan: PlanSpec, devices: int) -> None:
-    """Refuse before starting workers what all of them would refuse."""
-    if devices % plan.stages or (plan.replicas is not None and plan.replicas * plan.stages != devices):
-        raise PlanError(
-            f"devices={devices} does not match plan.replicas x plan.stages ({plan.replicas or 'any number'} x {plan.stages}); "
-            "change one of them"
-        )
 
 
 def _here(world: World, workers: int) -> int:

@@ -1,0 +1,1 @@
+"""Trained runs at work: evaluation, predictions, continuations, step by step, and several runs as one."""

@@ -1,0 +1,220 @@
+"""Evaluates a model on one part of the data: a pass without gradients, with its own carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.data.loader import Loader
+from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder, WindowOrder
+from carrywave.data.sequences import View
+from carrywave.errors import DataError
+from carrywave.kernels import random
+from carrywave.model.heads.ctc import Ctc
+from carrywave.model.model import Model
+from carrywave.model.modes import mode
+from carrywave.model.opaque_model import OpaqueModel
+from carrywave.model.stage import Stage
+from carrywave.model.state import State
+from carrywave.parallel.mesh import Mesh
+from carrywave.spec.spec import Spec
+from carrywave.step.checks.trial import SplitTrial
+from carrywave.step.graphs.capture import Capture
+from carrywave.step.passes import executor
+from carrywave.step.passes.job import BatchOutcome, Observer
+from carrywave.step.passes.micro_batches import FlatCarry, flatten
+from carrywave.tasks.label_metrics import Row
+from carrywave.tasks.metrics import Metric
+from carrywave.tasks.task import Part, Task
+
+_Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor, Tensor]]]
+
+
+def order_for(spec: Spec, view: View, *, training: bool) -> Order:
+    """The order in which a part is read: streams, random windows or length buckets; shuffled and with varying windows in training only."""
+    if not spec.streams:
+        return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
+    if training and spec.batch.windows == "random":
+        return WindowOrder(view.lengths, lanes=spec.lanes, steps=spec.steps, warm=spec.warmup_steps, seed=spec.train.seed)
+    lanes = spec.lanes
+    if not training:
+        # A small part may have fewer steps than there are lanes, and evaluation need not use as many lanes as training.
+        lanes = max(1, min(spec.batch.eval_lanes or lanes, int(view.lengths.sum())))
+    # A series is evaluated with its whole past, so it is not cut into lanes.
+    cut = training or not spec.reads_series
+    vary = spec.batch.vary and training
+    return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=vary, cut=cut)
+
+
+@dataclass
+class Details:
+    """Metrics by something that `tasks.metrics.BY` lists, such as each series."""
+
+    by: tuple[str, ...]
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+
+
+def evaluate(
+    model: Model | OpaqueModel,
+    task: Task,
+    part: Part,
+    *,
+    mesh: Mesh,
+    stage: Stage | OpaqueModel | None = None,
+    tick: Callable[[int, int], None] | None = None,
+    capture: Capture | None = None,
+    details: Details | None = None,
+    tops: Sequence[int] = (),
+    look: Callable[[Metric], None] | None = None,
+    trial: SplitTrial | None = None,
+) -> dict[str, float]:
+    """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
+
+    `capture` keeps CUDA graphs from one evaluation of a model to the next. `details` gets the metrics by what it asks for. `tops` as in
+    `metrics.for_task`; `look` is shown the metric over all workers. `trial` remembers from one evaluation to the next what a
+    user's modules were tried with.
+    """
+    device = mesh.device
+    by_series = details is not None and "series" in details.by
+    understood = model.has_output and (task.spec.task != "transcription" or is_ctc(model))
+    scorer = _Scorer(task.meter(device, part, by_series=by_series, tops=tops) if understood else None)
+    watched = scorer.meter is not None
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
+    for _, outcome in _walk(model, task.spec, part, mesh, stage, scorer.see if watched else None, tick, capture, trial):
+        sums[:2] += torch.stack([outcome.loss_sum, outcome.count])
+    sums[2] = float(watched and scorer.meter is None)
+    loss_sum, count, unfit = mesh.sum_(sums).tolist()
+    if not count:
+        raise DataError(f"{part.name} contains no targets: every label in it is ignored; add labels")
+    metrics: dict[str, float] = {}
+    if scorer.meter is not None and not unfit:
+        metric = joined(scorer.meter, mesh)
+        metrics = metric.values()
+        if details is not None:
+            details.rows.update({by: metric.rows(by) for by in details.by})
+        if look is not None:
+            look(metric)
+    loss = loss_sum / count
+    return {"loss": loss} | task.derived(loss) | metrics | part.baseline
+
+
+def is_ctc(model: Model | OpaqueModel) -> bool:
+    """True if the outputs of a model are those that transcriptions are read from: a user's own head may mark ends otherwise."""
+    return isinstance(model, Model) and isinstance(model.head, Ctc)
+
+
+def joined(meter: Metric, mesh: Mesh) -> Metric:
+    """The metric summed over all workers, in place."""
+    for tensor in meter.tensors().values():
+        mesh.sum_(tensor)
+    return meter
+
+
+def passes(
+    model: Model | OpaqueModel,
+    spec: Spec,
+    part: Part,
+    *,
+    mesh: Mesh,
+    stage: Stage | OpaqueModel | None = None,
+    observe: Callable[[Tensor, Tensor | None], None] | None = None,
+    tick: Callable[[int, int], None] | None = None,
+    capture: Capture | None = None,
+) -> Iterator[tuple[Batch, BatchOutcome]]:
+    """One pass over a part without gradients, batch by batch, with the carry of streams kept.
+
+    Each worker sees its own lanes, and only the sums of its own stage. Workers do not wait for each other between batches. On CUDA, batches
+    of a recurring shape are captured and replayed; what is observed, and the outcome, are then valid until the next batch.
+    """
+    see: Observer | None = None if observe is None else lambda out, target, *_: observe(out, target)
+    yield from _walk(model, spec, part, mesh, stage, see, tick, capture)
+
+
+def _walk(
+    model: Model | OpaqueModel,
+    spec: Spec,
+    part: Part,
+    mesh: Mesh,
+    stage: Stage | OpaqueModel | None,
+    observe: Observer | None,
+    tick: Callable[[int, int], None] | None,
+    capture: Capture | None,
+    trial: SplitTrial | None = None,
+) -> Iterator[tuple[Batch, BatchOutcome]]:
+    """As `passes`, with all that an output can be told about."""
+    stage = stage or (Stage(model, *mesh.unit_range(model.units)) if isinstance(model, Model) else model)
+    order = order_for(spec, part.view, training=False)
+    share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
+    loader = Loader(part.view, order, device=mesh.device, share=share)
+    if capture is None:
+        capture = Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device)
+    forward = _Forward(stage, mesh, spec, uncut_time=model.reads_whole)
+    trial = trial or SplitTrial(model, stage, mesh, spec.train.precision)
+    state: State | None = None
+    total = order.num_steps(0)
+    with mode(model, training=False):
+        for batch in loader.batches(Cursor(0, 0)):
+            trial.before([batch], [random.key(0)], training=False)
+            if state is None or not spec.streams:
+                state = stage.start(batch.lanes.shape[0], mesh.device).detach()
+            # What a pooled head has accumulated is not among the tensors passed from one graph to the next.
+            if capture is None or (state.acc is not None and spec.streams):
+                outcome = forward.run(batch, state, observe)
+            else:
+                outcome = forward.recorded(capture, batch, state, observe)
+            state = outcome.state
+            yield batch, outcome
+            if tick is not None:
+                tick(batch.step + 1, total)
+
+
+class _Forward:
+    """The forward pass of a batch through this worker's stage."""
+
+    def __init__(self, stage: Stage | OpaqueModel, mesh: Mesh, spec: Spec, *, uncut_time: bool) -> None:
+        self.stage, self.mesh, self.spec, self.uncut_time = stage, mesh, spec, uncut_time
+
+    def run(self, batch: Batch, state: State, observe: Observer | None) -> BatchOutcome:
+        precision = self.spec.train.precision
+        return executor.forward(self.stage, self.mesh, batch, state, uncut_time=self.uncut_time, precision=precision, observe=observe)
+
+    def recorded(self, capture: Capture, batch: Batch, state: State, observe: Observer | None) -> BatchOutcome:
+        """The same by graph replay. Observers run afterwards: their code is not ours to capture."""
+
+        def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: FlatCarry) -> tuple[_Seen, FlatCarry]:
+            [static_batch] = batches
+            entered = (
+                self.stage.start(static_batch.lanes.shape[0], self.mesh.device).detach()
+                if carries is None
+                else State(self.stage.carries(carries))
+            )
+            shown: list[tuple[Tensor, Tensor | None, Tensor, Tensor]] = []
+            outcome = self.run(static_batch, entered, None if observe is None else lambda *seen: shown.append(seen))
+            return (outcome, shown), None if carries is None else flatten(outcome.state)
+
+        carries = flatten(state) if self.spec.streams else None
+        (outcome, shown), left = capture("evaluation", forward, [batch], [], carries, under=(observe is not None,))
+        if observe is not None:
+            for seen in shown:
+                observe(*seen)
+        return outcome if left is None else replace(outcome, state=State(self.stage.carries(left)))
+
+
+class _Scorer:
+    """Passes the head's outputs to the task's metric. The user's own head may output something else; then there is only a loss."""
+
+    def __init__(self, meter: Metric | None) -> None:
+        self.meter = meter
+
+    def see(self, out: Tensor, target: Tensor | None, sequence_B: Tensor, first_B: Tensor) -> None:
+        """Add an output and its targets, with the sequence in each of its lanes, those of a micro-batch, and the step where it begins."""
+        if self.meter is None or target is None:
+            return
+        if self.meter.fits(out, target):
+            self.meter.update(out, target, sequence_B, first_B)
+        else:
+            self.meter = None

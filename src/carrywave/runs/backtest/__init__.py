@@ -1,1 +1,0 @@
-"""A backtest: forecasts from several origins within known data, scored and drawn against what came."""

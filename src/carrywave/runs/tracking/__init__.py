@@ -1,1 +1,0 @@
-"""Copies of a run's metrics in trackers such as MLflow."""

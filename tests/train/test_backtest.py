@@ -1,0 +1,335 @@
+"""Backtests: forecasts from an origin know nothing of what came later, and their scores are those of a plain reading of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import carrywave as cw
+from carrywave.cli.main import app
+from carrywave.data.python_inputs import series_of
+from carrywave.data.tables.table import Table
+from carrywave.errors import DataError, UserError
+from carrywave.report.backtest_picture import picture
+from carrywave.spec.load import parse
+from carrywave.train.backtest import Backtest, OriginForecast, RollingOptions, backtest_run, backtest_spec, rows_of, scores
+from carrywave.train.origins import Rolling, at_origin, cut, long_enough
+
+
+def from_matrices(matrices: list[np.ndarray], name: str) -> Table:
+    """A table of matrices [rows, columns], one series each."""
+    lengths = np.array([len(matrix) for matrix in matrices], np.int64)
+    names = tuple(f"{name} item {place}" for place in range(len(matrices)))
+    columns = tuple(str(place) for place in range(matrices[0].shape[1]))
+    codes = np.empty((int(lengths.sum()), 0), np.int64)
+    return Table(name, columns, np.concatenate(matrices), np.cumsum(lengths) - lengths, lengths, names, codes=codes)
+
+
+def test_the_last_origin_leaves_a_horizon() -> None:
+    rolling = Rolling(horizon=3, stride=2, origins=4)
+    assert rolling.span == 9
+    assert rolling.before(20).tolist() == [11, 13, 15, 17]
+
+
+def test_a_table_is_cut_series_by_series() -> None:
+    table = from_matrices([np.arange(10.0)[:, None], 100 + np.arange(4.0)[:, None], 200 + np.arange(8.0)[:, None]], "x")
+    kept, origins, told = long_enough(table, Rolling(2, 2, 2), before=3)
+    assert told == (
+        "x: 1 of 3 series has fewer than 3 rows before the first origin and is left out: x item 1",
+        "x: series have no times in common, so the origins of each are counted back from its own end",
+    )
+    assert (kept.starts.tolist(), kept.lengths.tolist(), kept.names) == ([0, 10], [10, 8], ("x item 0", "x item 2"))
+    first = at_origin(kept, origins, 0)
+    assert first.values[:, 0].tolist() == [*range(6), *range(200, 204)]
+    assert cut(kept, kept.lengths, np.zeros_like(kept.lengths)).values.tolist() == kept.values.tolist()
+    with pytest.raises(
+        DataError, match="x: 9 origins, 2 rows apart, with a horizon of 2 need 21 rows, but the longest series has 10; use fewer"
+    ):
+        long_enough(table, Rolling(2, 2, 9), before=3)
+
+
+def some(draw: np.random.Generator, quantiles: tuple[float, ...] | None) -> list[OriginForecast]:
+    shape = (3, 2, len(quantiles or (0,)))
+    return [
+        OriginForecast(
+            number,
+            origin,
+            10,
+            np.sort(draw.normal(size=shape)),
+            draw.normal(size=(3, 2)),
+            draw.normal(size=(3, 2)),
+            np.array([2.0, 5.0]) * (number + 1),
+            np.array([0.5, 0.0 if number else 0.25]),
+            np.zeros(2),
+        )
+        for number in range(2)
+        for origin in range(3)
+    ]
+
+
+@pytest.mark.parametrize("quantiles", [None, (0.1, 0.5, 0.9), (0.2, 0.7)])
+def test_scores_are_those_of_a_plain_loop(quantiles: tuple[float, ...] | None) -> None:
+    forecasts = some(np.random.default_rng(1), quantiles)
+    median = 0 if quantiles is None else quantiles.index(0.5) if 0.5 in quantiles else None
+    rows = scores(forecasts, ["a", "b"], quantiles)
+    # All, each column, and each origin and step ahead with and without columns.
+    assert len(rows) == 1 + 2 + 3 * 3 + 3 * 3
+    for row in rows:
+        absolute, in_units, scaled, pinball, naive = [], [], [], [], []
+        for each in forecasts:
+            for step in range(3):
+                for column in range(2):
+                    if row["origin"] not in (None, each.origin + 1) or row["step"] not in (None, step + 1):
+                        continue
+                    if row["column"] not in (None, "ab"[column]):
+                        continue
+                    truth, unit, change = each.truth_HC[step, column], each.unit_C[column], each.change_C[column]
+                    naive.append(abs(each.naive_HC[step, column] - truth) / unit)
+                    if median is not None:
+                        gap = abs(each.forecast_HCQ[step, column, median] - truth)
+                        in_units.append(gap)
+                        absolute.append(gap / unit)
+                        scaled += [gap / unit / change] if change else []
+                    for place, share in enumerate(quantiles or ()):
+                        below = (truth - each.forecast_HCQ[step, column, place]) / unit
+                        pinball.append(max(share * below, (share - 1) * below))
+        assert row["naive_mae"] == pytest.approx(np.mean(naive))
+        assert ("pinball" in row) == (quantiles is not None)
+        assert quantiles is None or row["pinball"] == pytest.approx(np.mean(pinball))
+        if median is None:
+            assert "mae" not in row
+            continue
+        assert row["mae"] == pytest.approx(np.mean(absolute))
+        assert row["rmse"] == pytest.approx(math.sqrt(np.mean(np.square(absolute))))
+        assert row["mase"] == pytest.approx(np.mean(scaled))
+        # Units of several columns cannot be mixed.
+        assert ("mae_in_units" in row) == (row["column"] is not None)
+        assert row["column"] is None or row["mae_in_units"] == pytest.approx(np.mean(in_units))
+
+
+def table(path: Path, rows: dict[str, int], *, seed: int = 3, later: float = 0.0, end: dict[str, str] | None = None) -> Path:
+    """Two columns of each series, with times that end together unless `end` says when; `later` is added to the last 8 rows."""
+    draw = np.random.default_rng(seed)
+    lines = ["unique_id,ds,y,x"]
+    for name, count in rows.items():
+        values = 50 + 10 * np.sin(np.arange(count) * np.pi / 3)[:, None] + draw.normal(size=(count, 2))
+        values[-8:] += later
+        days = np.datetime64((end or {}).get(name, "2024-02-09")) + np.arange(1 - count, 1)
+        lines += [f"{name},{day},{a:.4f},{b:.4f}" for day, (a, b) in zip(days, values, strict=True)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def spec_for(file: Path, quantiles: list[float] | None = None) -> dict[str, Any]:
+    return {
+        "task": "forecasting",
+        "data": {"train": str(file), "horizon": 4, "season": 6, "quantiles": quantiles, "targets": ["y"]},
+        "model": {"hidden": 5, "layers": 1},
+        "batch": {"lanes": 2, "steps": 7},
+        "train": {"max_steps": 3, "precision": "fp64"},
+    }
+
+
+def truncated(file: Path, to: Path, drop: int = 0, after: str = "9999") -> Path:
+    """The file without the last rows of each series, or without those after a day."""
+    header, *lines = file.read_text().splitlines()
+    by_name: dict[str, list[str]] = {}
+    for line in (line for line in lines if line.split(",")[1] <= after):
+        by_name.setdefault(line.partition(",")[0], []).append(line)
+    to.write_text("\n".join([header, *(line for each in by_name.values() for line in each[: len(each) - drop])]) + "\n")
+    return to
+
+
+def ask(file: Path, tmp_path: Path, *, retrain: bool = False, quantiles: list[float] | None = None, **how: Any) -> Backtest:
+    asked = RollingOptions(stride=2, origins=3)
+    known: dict[str, Any] = {"run": tmp_path / "bt", "device": "cpu", "watch": None, "note": print}
+    return backtest_spec(parse(spec_for(file, quantiles)), None, asked, retrain=retrain, **(known | how))
+
+
+@pytest.mark.parametrize("retrain", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_forecast_is_that_of_a_file_that_ends_at_its_origin(tmp_path: Path, retrain: bool) -> None:
+    file = table(tmp_path / "all.csv", {"a": 40, "b": 33})
+    found = ask(file, tmp_path, retrain=retrain, quantiles=[0.1, 0.5, 0.9])
+    rows = list(rows_of(found))
+    assert len(rows) == 2 * 3 * 4
+    for origin in range(3):
+        known = truncated(file, tmp_path / "known.csv", 4 + (2 - origin) * 2)
+        folder = tmp_path / "bt" / f"origin-{origin + 1}" if retrain else tmp_path / "bt"
+        wanted = cw.predict(folder, known, device="cpu")
+        mine = [row for number, row in enumerate(rows) if number // 4 % 3 == origin]
+        assert [(row["unique_id"], row["ds"], row["step"]) for row in mine] == [
+            (row["unique_id"], row["ds"], row["step"]) for row in wanted
+        ]
+        for own, row in zip(mine, wanted, strict=True):
+            # Outputs are float32.
+            assert [own[f"q{q}"] for q in (0.1, 0.5, 0.9)] == pytest.approx([row[f"y-q{q}"] for q in (0.1, 0.5, 0.9)], rel=1e-6)
+    truth = {(line.split(",")[0], line.split(",")[1]): float(line.split(",")[2]) for line in file.read_text().splitlines()[1:]}
+    assert all(row["truth"] == truth[row["unique_id"], row["ds"]] for row in rows)
+    # The seasonal-naive forecast is the last value of the same phase that was known.
+    day = np.datetime64(rows[0]["ds"])
+    assert rows[0]["naive"] == pytest.approx(truth["a", str(day - np.timedelta64(6, "D"))], rel=1e-6)
+
+
+def test_what_comes_later_changes_no_forecast(tmp_path: Path) -> None:
+    found = []
+    for place, later in enumerate((0.0, 1000.0)):
+        file = table(tmp_path / f"{place}.csv", {"a": 40, "b": 33}, later=later)
+        made = ask(file, tmp_path / str(place))
+        found.append([row for row in rows_of(made) if row["origin"] == "2024-02-01"])
+        run = tmp_path / str(place) / "bt"
+    assert [row["forecast"] for row in found[0]] == [row["forecast"] for row in found[1]]
+    assert [row["truth"] for row in found[0]] != [row["truth"] for row in found[1]]
+    # Nor does it change the scale of a series that the run has never seen.
+    new = []
+    for place, later in enumerate((0.0, 1000.0)):
+        told: list[str] = []
+        made = backtest_run(
+            run, str(table(tmp_path / f"new-{place}.csv", {"c": 30}, later=later)), RollingOptions(stride=2, origins=3), "cpu", told.append
+        )
+        new.append([row["forecast"] for row in list(rows_of(made))[:4]])
+        assert any("series c is not in the training data" in line for line in told)
+    assert new[0] == new[1]
+
+
+ENDS = {"b": "2024-02-03", "gone": "2024-01-25"}
+
+
+def test_origins_are_the_same_times_for_all_series(tmp_path: Path) -> None:
+    file = table(tmp_path / "all.csv", {"a": 40, "b": 33, "gone": 20, "new": 9}, end=ENDS)
+    whole = series_of(str(file), None, parse(spec_for(file)), labelled=True)
+    kept, origins, told = long_enough(whole, Rolling(4, 2, 3), before=9)
+    assert kept.names == ("a", "b", "gone")
+    assert origins.last_O is not None
+    assert origins.last_O.astype("datetime64[D]").astype(str).tolist() == ["2024-02-01", "2024-02-03", "2024-02-05"]
+    assert origins.known_SO.tolist() == [[32, 34, 36], [31, 33, 33], [20, 20, 20]]
+    assert origins.made_SO.tolist() == [[True] * 3, [False] * 3, [False] * 3]
+    assert [line.removeprefix(f"{file}: ") for line in told] == [
+        "1 of 4 series has fewer than 9 rows before the first origin and is left out: new",
+        "2 of 4 series end earlier than others and are not forecast from any of the origins, which are the same times for all: b, gone",
+    ]
+    _, _, told = long_enough(whole, Rolling(4, 4, 3), before=9)
+    assert [line.removeprefix(f"{file}: ") for line in told[1:]] == [
+        "1 of 4 series ends earlier than others and is forecast from fewer origins, which are the same times for all: b",
+        "1 of 4 series ends earlier than others and is not forecast from any of the origins, which are the same times for all: gone",
+    ]
+    for number in range(3):
+        known = at_origin(kept, origins, number)
+        assert known.times is not None
+        assert known.times.keys.max() == origins.last_O[number]
+    # A series that goes on alone, and is too short itself, leaves none to forecast.
+    late = table(tmp_path / "late.csv", {"b": 33, "c": 9}, end={"b": "2024-01-20"})
+    with pytest.raises(DataError, match="counted back from the last time of all series, but no series has 9 rows before the first and 4"):
+        long_enough(series_of(str(late), None, parse(spec_for(late)), labelled=True), Rolling(4, 2, 2), before=9)
+
+
+@pytest.mark.parametrize("retrain", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_no_forecast_is_made_by_a_model_that_has_seen_later_days_of_another_series(tmp_path: Path, retrain: bool) -> None:
+    ends = {"b": "2024-02-06", "gone": "2024-01-25"}
+    file = table(tmp_path / "all.csv", {"a": 40, "b": 33, "gone": 20}, end=ends)
+    told: list[str] = []
+    rows = list(rows_of(ask(file, tmp_path, retrain=retrain, note=told.append)))
+    # b ends before the horizon of the second origin does, and of the third; gone before that of the first.
+    assert [(row["unique_id"], row["origin"]) for row in rows[::4]] == [
+        ("a", "2024-02-01"),
+        ("a", "2024-02-03"),
+        ("a", "2024-02-05"),
+        ("b", "2024-02-01"),
+    ]
+    assert any("1 of 3 series ends earlier than others and is forecast from fewer origins" in line for line in told)
+    assert any("1 of 3 series ends earlier than others and is not forecast from any of the origins" in line for line in told)
+    for origin in range(3):
+        known = truncated(file, tmp_path / "known.csv", after=f"2024-02-0{1 + 2 * origin}")
+        wanted = cw.predict(tmp_path / "bt" / f"origin-{origin + 1}" if retrain else tmp_path / "bt", known, device="cpu")
+        mine = [row for row in rows if row["origin"] == f"2024-02-0{1 + 2 * origin}"]
+        same = {(row["unique_id"], row["ds"]): row["y"] for row in wanted}
+        assert [row["forecast"] for row in mine] == pytest.approx([same[row["unique_id"], row["ds"]] for row in mine], rel=1e-6)
+    if not retrain:
+        again: list[str] = []
+        backtest_run(tmp_path / "bt", str(file), RollingOptions(stride=2, origins=3), "cpu", again.append)
+        assert not any("start within" in line for line in again)
+
+
+def test_origins_within_the_training_rows_are_told(tmp_path: Path) -> None:
+    file = table(tmp_path / "all.csv", {"a": 40, "b": 33})
+    cw.fit(None, file, spec=spec_for(file), run=tmp_path / "run", device="cpu")
+    told: list[str] = []
+    found = backtest_run(tmp_path / "run", None, RollingOptions(horizon=2, origins=4), "cpu", told.append)
+    assert [line for line in told if line.startswith("4 of 8 forecasts start within the rows that the run was trained on")]
+    assert {row["step"] for row in rows_of(found)} == {1, 2}
+    with pytest.raises(UserError, match=r"horizon=\.\.\. 9 is more than the 4 steps that the model forecasts; use 4 or less"):
+        backtest_run(tmp_path / "run", None, RollingOptions(horizon=9), "cpu", told.append)
+
+
+def test_a_picture_is_xml_in_which_names_are_text() -> None:
+    draw = np.random.default_rng(1)
+    data = from_matrices([draw.normal(size=(20, 2)) for _ in range(6)], "<script>alert(1)</script>")
+    forecasts = [
+        OriginForecast(n, k, 12 + k, *(draw.normal(size=s) for s in ((3, 2, 2), (3, 2), (3, 2), 2, 2, 2)))
+        for n in range(6)
+        for k in range(2)
+    ]
+    text = picture(data, forecasts, ["0", "1"], (0.1, 0.9), "a & b <i>")
+    root = ElementTree.fromstring(text)
+    found = [element.tag.rpartition("}")[2] for element in root.iter()]
+    assert "script" not in found
+    assert (found.count("polygon"), "a & b <i> (the first 8 of 12)" in "".join(root.itertext())) == (8 * 2, True)
+    flat = [OriginForecast(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1), np.ones(1))]
+    assert "nan" not in picture(from_matrices([np.ones((8, 1))], "flat"), flat, ["0"], None, "flat")
+
+
+def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = table(tmp_path / "all.csv", {"a": 40, "b": 33, "short": 9})
+    Path("spec.yaml").write_text(json.dumps(spec_for(file, [0.1, 0.5, 0.9])))
+    words = ["backtest", "spec.yaml", "train.max_steps=2", "--origins", "3", "--device", "cpu", "--json", "scores.json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "1 of 3 series has fewer than 9 rows before the first origin and is left out: short" in done.stderr
+    folder = Path("runs/backtest-1")
+    with (folder / "backtest.csv").open() as lines:
+        assert len(list(csv.DictReader(lines))) == 2 * 3 * 4
+    assert "by step ahead" in done.stdout
+    assert f"picture: {folder / 'backtest.svg'}" in done.stdout
+    overall = json.loads(Path("scores.json").read_text())[0]
+    assert (overall["forecasts"], overall["origin"]) == (6, None)
+    assert {"mae", "mae_in_units", "mase", "naive_mae", "pinball", "coverage_0.9"} <= overall.keys()
+    # The run that it left can be asked again, and says the same.
+    again = CliRunner().invoke(
+        app, ["backtest", str(folder), "--data", str(file), "--origins", "3", "--device", "cpu", "--json", "again.json"]
+    )
+    assert again.exit_code == 0, again.output
+    assert json.loads(Path("again.json").read_text())[0] == overall
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "train.lr=1"], "train.lr=1 changes a spec, but run is a trained run; pass its SPEC.yaml instead"),
+        (["run", "--run", "x"], "a trained run is not trained again, so there is nothing for --run; add --retrain, or remove it"),
+        (
+            ["spec.yaml", "task=language", "data.horizon=24"],
+            "a backtest is for forecasts, but the spec has task language; use carrywave evaluate",
+        ),
+        (["spec.yaml", "--run", "spec.yaml"], "spec.yaml is a file, but a backtest needs a folder; pass another --run"),
+        (["spec.yaml", "--run", "run"], "run already exists and is not empty; pass another --run"),
+        (["spec.yaml", "--origins", "99"], "all.csv: 99 origins, 4 rows apart, with a horizon of 4 need 405 rows, but the longest series"),
+        (["spec.yaml", "-o", "none/x.csv"], "none/x.csv cannot be written: folder none not found; create it, or use another path"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table(tmp_path / "all.csv", {"a": 40})
+    Path("spec.yaml").write_text(json.dumps({"task": "forecasting", "data": {"train": "all.csv", "horizon": 4}}))
+    Path("run").mkdir()
+    Path("run/spec.yaml").write_text("task: forecasting\n")
+    done = CliRunner().invoke(app, ["backtest", *words, "--device", "cpu"])
+    assert (done.exit_code, done.stderr.startswith(f"carrywave: {message}")) == (2, True), done.output
+    assert not Path("runs").exists()
