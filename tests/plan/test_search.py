@@ -22,7 +22,7 @@ from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.predict import Predictor
 from carrywave.plan.profile import Link
 from carrywave.plan.scaling import scale
-from carrywave.plan.search import PlanChoice, asked_for, describe, search, to_try
+from carrywave.plan.search import PlanChoice, asked_for, describe, search
 from carrywave.plan.space import Space
 from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
@@ -95,10 +95,13 @@ def test_where_one_device_is_best_it_says_so() -> None:
 
 def test_real_steps_decide_among_different_kinds() -> None:
     choice = search(units_of(), Cluster.uniform(machine(), 4), use_all=True)
-    plans = to_try(choice)
+    plans = choice.to_try
     assert plans[0] == choice.best.plan
     assert len({(plan.replicas > 1, plan.stages > 1) for plan in plans}) == len(plans) == 3
     assert {plan.workers for plan in plans} == {4}
+    few = search(units_of(batch={"lanes": 1, "steps": 256}), Cluster.uniform(machine(within=FAST), 2), use_all=True).to_try
+    # One lane leaves stages alone; one of them has much longer chunks, should messages take longer than is known.
+    assert (few[1].chunk_steps or 256) >= 4 * (few[0].chunk_steps or 256) or few[0].chunk_steps is None
 
 
 def test_layers_that_read_both_ways_and_a_crf_are_not_cut_in_time_and_their_heads_not_shared() -> None:

@@ -45,7 +45,7 @@ class PlanChoice:
     rivals: tuple[Rival, ...]
     serial: Prediction | None  # on one device; None if the model does not fit there
     devices: int  # available devices
-    simulated: tuple[Prediction, ...] = ()  # fastest first
+    to_try: tuple[Plan, ...] = ()  # the few that real steps shall decide among, all of them on as many devices
 
     @property
     def efficiency(self) -> float | None:
@@ -72,14 +72,19 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False) -> PlanChoi
         missing = say(predictor.lack(Plan.serial())[1])
         rivals.append(Rival(Plan.serial(), f"does not fit: {missing} over the {say(predictor.limit(Plan.serial()))} limit"))
     why = _reason(best, rivals, cluster.devices, use_all=use_all)
-    return PlanChoice(best, why, tuple(rivals), serial, cluster.devices, tuple(found))
+    tried = _to_try(predictor, best.plan, [each.plan for each in found], max(shape.steps for shape in units.shapes))
+    return PlanChoice(best, why, tuple(rivals), serial, cluster.devices, tried)
 
 
-def to_try(choice: PlanChoice) -> list[Plan]:
-    """The few plans that real steps shall decide among, all of them on as many devices: the best of each kind, then the next best."""
-    plans = [each.plan for each in choice.simulated if each.plan.workers == choice.best.plan.workers]
-    firsts = {_kind(plan): plan for plan in reversed(plans)}
-    return list(dict.fromkeys([choice.best.plan, *(plan for plan in plans if plan in firsts.values()), *plans]))[:TRIED]
+def _to_try(predictor: Predictor, best: Plan, plans: Sequence[Plan], steps: int) -> tuple[Plan, ...]:
+    """The best plan of each kind, then one with a quarter of the chunks and whole lanes, which depends less on how long messages take and
+    on how well workers work side by side; then the next best.
+    """
+    alike = [plan for plan in plans if plan.workers == best.workers]
+    firsts = [plan for at, plan in enumerate(alike) if _kind(plan) not in map(_kind, alike[:at])]
+    longer = [(plan, 4 * plan.chunk_steps) for plan in firsts if plan.chunk_steps is not None]
+    fewer = [replace(plan, chunk_steps=each if each < steps else None, micro_batches=1) for plan, each in longer]
+    return tuple(dict.fromkeys([best, *firsts, *(plan for plan in fewer if predictor.fits(plan)), *alike]))[:TRIED]
 
 
 def simulated(predictor: Predictor, space: Space, wanted: Callable[[Plan], bool] = lambda plan: True) -> list[Prediction]:

@@ -144,7 +144,8 @@ def extended(profile: Profile, rows: Sequence[Sequence[Row]], precision: str) ->
     known = {(rate.kind, rate.precision, rate.workers) for rate in new}
     kept = [rate for rate in profile.rates if (rate.kind, rate.precision, rate.workers) not in known]
     found: dict[str, Any] = {name: Link(**row[name]) for row in of_all for name in ("within", "sums") if name in row}
-    return replace(profile, rates=(*kept, *new), **found)
+    tasks = [row["task_seconds"] for row in of_all if "task_seconds" in row]
+    return replace(profile, rates=(*kept, *new), task_seconds=max(tasks, default=profile.task_seconds), **found)
 
 
 def empty(kind: str) -> Profile:

@@ -26,7 +26,7 @@ from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.predict import Prediction, Predictor
 from carrywave.plan.profile import BY_BACKEND, PROFILE, Profile, find_profile, named_profile, shipped, with_transport
 from carrywave.plan.profile import names as shipped_names
-from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe, search, to_try
+from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe, search
 from carrywave.plan.units import Units
 from carrywave.spec.defaults import suited, with_precision
 from carrywave.spec.spec import Spec
@@ -122,7 +122,7 @@ def _chosen(world: World, request: PlanRequest, units: Units, say: Say) -> Plann
     def ranked() -> list[Any]:
         nonlocal choice
         choice = search(units, cluster, use_all=True)
-        return [asdict(plan) for plan in to_try(choice)]
+        return [asdict(plan) for plan in choice.to_try]
 
     plans = [plan_of_json(values) for values in from_rank_0(world, ranked)]
     kernel = request.spec.plan_spec.kernel

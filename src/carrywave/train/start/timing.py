@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
 import torch
@@ -40,6 +41,7 @@ from carrywave.train.start.machine import CallToTime
 REPEATS, LEAST_SECONDS, WARM_UP = 3, 0.03, 2
 SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20  # of the two messages, and the two sums, that tell a link's latency and rate
 STEPS, WARM_STEPS = 3, {"cpu": 1, "cuda": 3}  # of a plan; on a GPU the second of a shape is captured
+_CHUNKS = 8  # of a window whose tasks do hardly anything
 LONG_SECONDS = 5.0  # a step this long needs no repetition
 
 
@@ -55,8 +57,20 @@ def work(world: World, job: Row) -> Iterator[Row]:
         seconds = _median(both, world.device)
         share = 1.0 if forward is None else min(1.0, _median(forward, world.device) / seconds)
         yield {"call": values, "forward_seconds": share * seconds, "seconds": seconds}
+    yield {"task_seconds": _task_seconds(precision, world.device)}
     if world.size > 1:
         yield from links(world)
+
+
+def _task_seconds(precision: str, device: torch.device) -> float:
+    """What a forward or a backward of a chunk takes besides its work: of a model that has hardly any, what more chunks add to a step."""
+    seconds = []
+    for chunk_steps in (_CHUNKS, 1):
+        model = Model(Numbers(1), LSTM(1, 1), Forecast(1, 1, 1)).to(parameter_dtype(precision))
+        trainer = Trainer(model, {"precision": precision}, mesh=Mesh.alone(device, Plan(chunk_steps=chunk_steps)))
+        batch = Batch.of(torch.zeros(_CHUNKS, 1, 1), torch.zeros(_CHUNKS, 1, 1, 1)).to(device)
+        seconds.append(_median(partial(trainer.update, batch), device))
+    return max(0.0, seconds[1] - seconds[0]) / (2 * (_CHUNKS - 1))
 
 
 def call_of(call: CallToTime, precision: str, device: torch.device) -> tuple[Callable[[], object] | None, Callable[[], object]]:
@@ -202,7 +216,9 @@ def time_messages(world: World, num_bytes: int, pair: tuple[int, int]) -> float:
 
 
 def step_seconds(mesh: Mesh, task: Task, part: Part, order: Order) -> float:
-    """Median seconds of a few real steps of a plan with a model of its own, on its slowest worker. Collective: every rank must call it."""
+    """The least seconds of a few real steps of a plan with a model of its own, on its slowest worker: other programs only ever add to it.
+    Collective: every rank must call it.
+    """
     spec, device = task.spec, mesh.device
     model = task.model(part.data, holding=holding_of(mesh, spec.model.layers + 2))
     model.to(parameter_dtype(spec.train.precision))
@@ -218,5 +234,5 @@ def step_seconds(mesh: Mesh, task: Task, part: Part, order: Order) -> float:
 
     warm = [step() for _ in range(WARM_STEPS[device.type])]
     slowest = max(all_gather_json(mesh.world, warm[-1]))
-    own = statistics.median(step() for _ in range(STEPS if slowest < LONG_SECONDS else 1))
+    own = min(step() for _ in range(STEPS if slowest < LONG_SECONDS else 1))
     return float(max(all_gather_json(mesh.world, own)))
