@@ -19,10 +19,8 @@ from __future__ import annotations
 import gc
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ from benchmarks.peers.gpu_stacks import DTYPES
 from carrywave.data.batch import Batch
 from carrywave.errors import RunError, UserError
 from carrywave.kernels import random
+from carrywave.launch.shares.mps import PERCENT, shares
 from carrywave.model.encoders import Numbers
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
@@ -183,9 +182,6 @@ def run(
 ) -> list[Row]:
     """One row per variant; one share is always among them."""
     timing.cuda_device()
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from _shares.mps import PERCENT, shares
-
     table: list[Row] = []
     for setting in QUICK if quick else SETTINGS:
         asked = [set(each.split()) for each in rows]

@@ -118,26 +118,6 @@ def test_padding_changes_nothing(kind: Any, both_ways: bool) -> None:
 
 
 @every_cell
-def test_chunks_and_fresh_lanes(kind: Any) -> None:
-    layers, x = stack(kind, 3, [4, 6], learned_carry=True), numbers(7, 3, 3)
-    with torch.no_grad():
-        for name, parameter in layers.named_parameters():
-            if name.startswith("carry"):
-                parameter.copy_(numbers(*parameter.shape, seed=len(name)))
-    whole, ends = layers(x, carry_of(layers, 3), fresh=[True, False, True])
-    carry, ys = carry_of(layers, 3), []
-    for number, chunk in enumerate(x.split(3)):
-        y, carry = layers(chunk, carry, fresh=[True, False, True] if number == 0 else None)
-        ys.append(y)
-    torch.testing.assert_close(torch.cat(ys), whole, rtol=1e-12, atol=1e-14)
-    for mine, theirs in zip(carry, ends, strict=True):
-        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(mine, theirs, strict=True))
-    begun, _ = layers(x)
-    torch.testing.assert_close(whole[:, [0, 2]], begun[:, [0, 2]], rtol=1e-12, atol=1e-14)
-    assert not torch.allclose(whole[:, 1], begun[:, 1])
-
-
-@every_cell
 def test_half_precision_computes_in_it_and_has_the_types_of_torch(kind: Any) -> None:
     layers = stack(kind, 3, 4, dtype=torch.float32)
     x, carry = numbers(5, 2, 3).float(), tuple(type(each)(*(part.float() for part in each)) for each in carry_of(layers, 2))

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
@@ -100,28 +98,6 @@ def test_gradients_are_those_of_differences(kind: Any, training: bool) -> None:
         return (y, *(ends if isinstance(ends, tuple) else (ends,)))
 
     assert torch.autograd.gradcheck(run, (numbers(4, 2, 2).requires_grad_(), *carry, *layers.parameters()))
-
-
-@every_cell
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_one_answer_however_lanes_and_time_are_split(kind: Any, data: st.DataObject) -> None:
-    both_ways, steps, count = data.draw(st.booleans()), 6, 4
-    layers = stack(kind, 3, 4, 2, bidirectional=both_ways, dropout=0.2, locked=data.draw(st.booleans()), **NOISY)
-    layers.train(data.draw(st.booleans()))
-    x, key = numbers(steps, count, 3), random.key(data.draw(st.integers(0, 9)))
-    resets = torch.rand(steps, count, generator=torch.Generator().manual_seed(2)) < 0.2
-    whole, _ = layers(x, key=key, start=3, resets=resets)
-    lanes = torch.tensor(data.draw(st.permutations(range(count))))[: data.draw(st.integers(1, count))]
-    cut = steps if both_ways else data.draw(st.integers(1, steps - 1))
-    part, carry = x[:, lanes], layers.initial(len(lanes))
-    ys = []
-    for low, high in [(0, cut), (cut, steps)][: 1 if both_ways else 2]:
-        y, carry = layers(
-            part[low:high], layers.join(carry) if low == 0 else carry, key=key, lanes=lanes, start=3 + low, resets=resets[low:high, lanes]
-        )
-        ys.append(y)
-    torch.testing.assert_close(torch.cat(ys), whole[:, lanes], **CLOSE)
 
 
 def test_masks_have_their_shares_and_their_own_sites() -> None:

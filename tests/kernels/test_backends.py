@@ -157,29 +157,6 @@ def test_a_reset_separates_sequences(cell: str, name: str, data: st.DataObject) 
             torch.testing.assert_close(end[-1][1:], reverse_end[-1][1:], **close)
 
 
-@each_other
-@given(data=st.data())
-@settings(max_examples=40)
-def test_resets_in_chunks_are_those_of_the_window(cell: str, name: str, data: st.DataObject) -> None:
-    """The steps in two calls, the carry passed between them, with gradients through both."""
-    case = replace(data.draw(cases(cell)), directions=1, projection=0)
-    case = replace(case, resets=case.resets or ((True,) * case.lanes,) * case.steps)
-    cut, problem, twin = data.draw(st.integers(1, case.steps)), Problem(case), Problem(case)
-
-    def in_chunks(x: Tensor, carry: AnyCarry, layer: Layer, lengths: Tensor | None, *, marks: StepMarks) -> tuple[Tensor, AnyCarry]:
-        ys, at = [], 0
-        for steps in (cut, case.steps - cut):
-            if steps and marks.resets is not None:
-                left = None if lengths is None else (lengths - at).clamp(0, steps)
-                here = StepMarks(marks.resets[at : at + steps], marks.initial)
-                y, carry = BACKENDS[cell, name](x[at : at + steps], carry, layer, left, marks=here)
-                ys.append(y)
-                at += steps
-        return torch.cat(ys), carry
-
-    torch.testing.assert_close(problem.solve(in_chunks), twin.solve("reference"), rtol=1e-10, atol=1e-11)  # as above
-
-
 @each_cell
 @given(data=st.data(), most_steps=st.integers(1, 7))
 @settings(max_examples=60)

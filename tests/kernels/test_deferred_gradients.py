@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from carrywave.cells.cell import by_name
 from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
-from carrywave.kernels.gru import manual as gru_manual
-from carrywave.kernels.lstm import manual
-from carrywave.kernels.weights import LayerWeights
 
 # Sums of some dozen terms, in another order, in float64.
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
@@ -71,33 +65,6 @@ def test_a_tied_weight_is_paid_once() -> None:
     deferred.flush(whole.append)
     assert len(whole) == 1
     assert_close(table.grad, expected, **TOLERANCE)
-
-
-@pytest.mark.parametrize(("name", "layer"), [("lstm", manual.layer), ("gru", gru_manual.layer)], ids=["lstm", "gru"])
-def test_the_layer_over_chunks(name: str, layer: Any) -> None:
-    cell = by_name(name)
-    rows = 2 * cell.gates
-    shapes = ((rows, 3), (rows, 2), (rows,), (rows,))
-    weights = LayerWeights(*[made(*shape, seed=number).requires_grad_() for number, shape in enumerate(shapes)], None)
-    x, lengths = made(6, 4, 3, seed=9), torch.tensor([6, 3, 0, 5])
-    zero = cell.carry(*[torch.zeros(1, 4, 2, dtype=torch.float64)] * len(cell.parts))
-    y, end = layer(x, zero, (weights,), lengths)
-    (y.square().sum() + end[-1].sum()).backward()
-    named = weights[:4]
-    expected = [each.grad for each in named if each is not None]
-    for each in named:
-        assert each is not None
-        each.grad = None
-    deferred = Deferred()
-    with deferring(deferred):
-        first, middle = layer(x[:4], zero, (weights,), lengths.clamp(max=4))
-        second, last = layer(x[4:], middle, (weights,), (lengths - 4).clamp(min=0))
-        deferred_gradients.backward([first.square().sum() + second.square().sum() + last[-1].sum()], [None])
-    assert weights.w_ih.grad is None
-    deferred.flush()
-    for each, wanted in zip(named, expected, strict=True):
-        assert each is not None
-        assert_close(each.grad, wanted, **TOLERANCE)
 
 
 def test_what_was_made_of_a_weight_goes_through_autograd() -> None:

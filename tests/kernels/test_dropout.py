@@ -158,13 +158,3 @@ def test_what_the_kernel_does_not_know_is_left_to_the_definition() -> None:
     assert not serves(p=1 - 2**-30)
     with pytest.raises(ValueError, match="below 1"):
         serves(p=1.0)
-
-
-@pytest.mark.parametrize("locked", [False, True])
-def test_chunks_of_time_and_lanes_are_parts_of_the_whole(locked: bool) -> None:
-    x, lanes_B = numbers(7, 4, 9, dtype=DOUBLE), torch.tensor([7, 2, 9, 4])
-    whole = dropped(x, KEY, lanes_B, Coordinates(3, 0.4, locked, start=10))
-    part = dropped(x[2:5, 1:3], KEY, lanes_B[1:3], Coordinates(3, 0.4, locked, start=12))
-    assert torch.equal(part, whole[2:5, 1:3])
-    assert torch.equal(multiplier(x, KEY, lanes_B, Coordinates(3, 0.4, locked, start=10)) * x, whole)
-    assert not torch.equal(whole, dropped(x, KEY, lanes_B, Coordinates(4, 0.4, locked, start=10)))

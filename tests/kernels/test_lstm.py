@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from carrywave.kernels import random
@@ -34,30 +31,6 @@ def stack(inputs: int, widths: list[int], seed: int = 0, dtype: torch.dtype = to
 
 def zeros(widths: list[int], lanes: int, dtype: torch.dtype = torch.float64) -> Carries:
     return tuple(Carry(torch.zeros(1, lanes, width, dtype=dtype), torch.zeros(1, lanes, width, dtype=dtype)) for width in widths)
-
-
-@pytest.mark.parametrize("locked", [False, True])
-@given(cut=st.integers(1, 8), lane=st.integers(1, 4), seed=st.integers(0, 2**63))
-@settings(max_examples=10)
-def test_cutting_time_and_lanes_changes_nothing(locked: bool, cut: int, lane: int, seed: int) -> None:
-    """Dropout on: the masks belong to (time, lane, unit), whoever computes them."""
-    widths, steps, lanes = [4, 6, 3], 9, 5
-    layers, x = stack(2, widths), torch.randn(steps, lanes, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    lengths = torch.tensor([9, 4, 0, 7, 9])
-    options: dict[str, Any] = {"dropout": 0.4, "locked": locked, "key": random.key(seed), "sites": SITES}
-    numbers = torch.tensor([3, 0, 11, 8, 4])
-    whole, end = run_layers(x, zeros(widths, lanes), layers, lengths, lanes=numbers, **options)
-    part = slice(lane - 1, None)
-    carries = zeros(widths, lanes - lane + 1)
-    pieces = []
-    for first in range(0, steps, cut):
-        chunk = x[first : first + cut, part]
-        real = (lengths[part] - first).clamp(0, chunk.shape[0])
-        y, carries = run_layers(chunk, carries, layers, real, lanes=numbers[part], start=first, **options)
-        pieces.append(y)
-    torch.testing.assert_close(torch.cat(pieces), whole[:, part], rtol=0, atol=1e-12)  # float64; other shapes may sum in another order
-    for mine, theirs in zip(carries, end, strict=True):
-        torch.testing.assert_close(mine, Carry(theirs.h[:, part], theirs.c[:, part]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("locked", [False, True])

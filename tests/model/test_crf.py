@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import carrywave as cw
 from carrywave.data.text.tag_scheme import Allowed, Tag, scheme_of, tag_of, tags_of
@@ -135,27 +135,6 @@ def test_weights_multiply_sequences_and_their_steps() -> None:
 def model() -> cw.Model:
     torch.manual_seed(0)
     return cw.Model(nn.Linear(2, 3), cw.LSTM(3, 4, 2, dropout=0.2, bidirectional=True), CRF(8, BIO)).double()
-
-
-def batch() -> cw.Batch:
-    draw = torch.Generator().manual_seed(1)
-    lengths = torch.tensor([6, 3, 0, 1, 5])
-    tags = torch.tensor([[0, 1, 2, 2, 0, 3], [1, 2, 3, 0, 0, 0], [0] * 6, [3, 0, 0, 0, 0, 0], [3, 4, -100, 4, 0, 0]]).T
-    return cw.Batch.of(torch.randn(6, 5, 2, generator=draw, dtype=torch.float64), tags, lengths)
-
-
-@pytest.mark.parametrize("plan", [{"micro_batches": 2}, {"micro_batches": 5, "recompute": True}])
-def test_micro_batches_give_the_answer_of_one_device(plan: dict[str, int]) -> None:
-    found: list[tuple[list[float], dict[str, Tensor]]] = []
-    for each in ({}, plan):
-        trainer = cw.Trainer(model(), SGD, plan=each)
-        found.append(([float(trainer.step(batch())) for _ in range(3)], trainer.gathered()))
-    (losses, weights), (other, others) = found
-    assert losses == pytest.approx(other, rel=1e-11)
-    assert losses[2] < losses[0]
-    for name, tensor in weights.items():
-        torch.testing.assert_close(others[name], tensor, rtol=1e-10, atol=1e-13)
-    assert not [name for name in weights if name.endswith("_N") or name.endswith("_NN")]  # what the labels say is not saved
 
 
 def test_it_learns_sequences_that_single_steps_do_not_show() -> None:

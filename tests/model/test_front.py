@@ -92,18 +92,6 @@ def test_weights_are_keyed_and_complete() -> None:
     assert 0.8 * bound < convolution.weight.abs().max() <= bound
 
 
-def test_dropout_is_that_of_the_lane_wherever_it_is() -> None:
-    """Of lanes 4 and 7, together and one by one, with the key of a batch."""
-    model = cw.Model(_front([(4, 5, 2), (4, 3, 1)], dropout=0.5), cw.LSTM(4, 5), PooledSoftmax(5, 3, "mean")).double()
-    x, key = torch.randn(9, 2, 3, dtype=DOUBLE), torch.tensor([1, 2], dtype=torch.int32)
-    both, _ = model(x, key=key, lanes=[4, 7])
-    for place, lane in enumerate((4, 7)):
-        one, _ = model(x[:, place : place + 1], key=key, lanes=[lane])
-        torch.testing.assert_close(one[:, 0], both[:, place], rtol=1e-12, atol=1e-13)
-    other, _ = model(x, key=key, lanes=[4, 8])
-    assert not torch.allclose(other[:, 1], both[:, 1])
-
-
 def test_tokens_are_embedded_first() -> None:
     model = cw.Model(_front([(4, 3, 2)], Embedding(7, 6).double()), cw.LSTM(4, 5), PooledSoftmax(5, 3)).double()
     tokens = torch.randint(7, (9, 2))

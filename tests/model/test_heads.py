@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -131,53 +129,6 @@ def test_tie_shares_one_parameter() -> None:
         tie(Softmax(4, 7), embedding)
     with pytest.raises(UserError, match="does not match 7 classes x width 4"):
         Softmax(4, 7, tied=embedding.weight)
-
-
-def _plainly(pool: str, part_TW: Tensor, query_W: Tensor | None) -> Tensor:
-    """What is pooled of one whole sequence, as one would write it in torch."""
-    match pool:
-        case "last":
-            return part_TW[-1]
-        case "mean":
-            return part_TW.mean(0)
-        case "max":
-            return part_TW.max(0).values
-        case "mean_max":
-            return torch.cat((part_TW.mean(0), part_TW.max(0).values))
-    assert query_W is not None
-    return (part_TW @ query_W).softmax(0) @ part_TW
-
-
-@given(
-    st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    st.sampled_from(POOLS),
-    st.sampled_from([1.0, 300.0]),  # scores so far apart that exp of them would overflow
-)
-@settings(max_examples=80)
-def test_pooling_by_chunks_is_pooling_the_whole(lengths: list[int], cuts: list[int], pool: str, size: float) -> None:
-    head = PooledSoftmax(4, 3, pool).double()
-    if head.query is not None:
-        nn.init.uniform_(head.query, -size, size)
-    steps, lanes = sum(cuts), len(lengths)
-    real = torch.tensor(lengths).clamp(max=steps)
-    drawn = torch.randn(steps, lanes, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)).mul(4).round().div(4).requires_grad_()
-    y = torch.where((torch.arange(steps)[:, None] < real)[..., None], drawn, torch.nan)
-    acc, first = head.start(lanes, DOUBLE), 0
-    for size_of_chunk in cuts:
-        acc = head.pool(y[first : first + size_of_chunk], (real - first).clamp(0, size_of_chunk), acc)
-        first += size_of_chunk
-    out = head(acc)
-    empty = torch.zeros(head.weight.shape[1], dtype=DOUBLE)
-    parts = [_plainly(pool, drawn[:length, lane], head.query) if length else empty for lane, length in enumerate(real.tolist())]
-    expected = linear(torch.stack(parts), head.weight, head.bias)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)  # the order of summation
-    assert acc[1].tolist() == real.tolist()
-    over = [drawn, *head.parameters()]
-    mine, theirs = (torch.autograd.grad(each.square().sum(), over, allow_unused=True, materialize_grads=True) for each in (out, expected))
-    for one, other in zip(mine, theirs, strict=True):
-        # Equal values are frequent here, and of these the first has the gradient of a maximum, as in torch. Scores have a size of hundreds.
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
 def test_last_of_two_directions_takes_each_where_it_ends() -> None:

@@ -105,20 +105,6 @@ def test_lengths_equal_packing(kernel: str, bidirectional: bool) -> None:
     torch.testing.assert_close(gradients(mine, got, dirty), gradients(theirs, expected, clean), rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "aten", "reference"])
-def test_windows_with_the_carry_are_the_whole(kernel: str) -> None:
-    lstm = LSTM(3, [4, 6], kernel=kernel, layer_norm=True, dtype=DOUBLE)
-    x = torch.randn(100, 2, 3, dtype=DOUBLE)
-    whole, end = lstm(x)
-    carry: Any = None
-    pieces = []
-    for window in x.split(35):
-        y, carry = lstm(window, carry)
-        pieces.append(y)
-    torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-12)
-    torch.testing.assert_close(tuple(tuple(each) for each in carry), tuple(tuple(each) for each in end), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("kernel", ["auto", "aten"])
 def test_dropout_between_layers_is_keyed_and_only_in_training(kernel: str) -> None:
     lstm = LSTM(3, 4, 3, dropout=0.5, kernel=kernel, dtype=DOUBLE)
@@ -208,17 +194,6 @@ def test_fresh_lanes_start_from_zero_whatever_the_carry_holds() -> None:
     assert torch.equal(y, lstm(x)[0])
     y.sum().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in lstm.parameters())
-
-
-def test_layers_run_apart_are_the_stack() -> None:
-    """What a stage of a pipeline does: some of the layers, with the dropout that follows its last one."""
-    lstm = LSTM(3, [4, 6, 5], dropout=0.5, weight_drop=0.2, dtype=DOUBLE)
-    x, key = torch.randn(6, 2, 3, dtype=DOUBLE), random.key(2)
-    whole, ends = lstm.run(x, lstm.initial(2), key=key)
-    y, first = lstm.run(x, lstm.initial(2, layers=range(2)), key=key, layers=range(2))
-    y, second = lstm.run(y, lstm.initial(2, layers=range(2, 3)), key=key, layers=range(2, 3))
-    assert torch.equal(y, whole)
-    assert all(torch.equal(mine.c, theirs.c) for mine, theirs in zip(first + second, ends, strict=True))
 
 
 def test_widths_of_their_own() -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import carrywave as cw
@@ -42,10 +40,6 @@ def classifier(pool: str = "last", bidirectional: bool = False) -> Model:
     return Model(Numbers(3), lstm, PooledSoftmax(lstm.output_size, 5, pool), dropout_out=nn.Dropout(0.3)).double()
 
 
-def gradients(model: Model, total: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(total, list(model.parameters()), materialize_grads=True))
-
-
 def step(model: Model, x: Tensor, target: Tensor, lengths: Tensor, cut: int, lanes: Tensor) -> tuple[Tensor, Tensor, State]:
     """Loss sum of a batch, run chunk by chunk."""
     stage, state = Stage(model), model.start(len(lanes), dtype=DOUBLE)
@@ -63,36 +57,6 @@ def step(model: Model, x: Tensor, target: Tensor, lengths: Tensor, cut: int, lan
     return total, count, state
 
 
-@given(cut=st.integers(1, 7), lane=st.integers(1, 3))
-@settings(max_examples=8)
-def test_language_chunks_and_micro_batches_add_up(cut: int, lane: int) -> None:
-    model = language()
-    lengths, lanes = torch.tensor([7, 3, 0, 6]), torch.tensor([4, 9, 1, 0])
-    x = torch.randint(11, (7, 4), generator=torch.Generator().manual_seed(0))
-    target = torch.where(torch.arange(7)[:, None] < lengths, (x + 1) % 11, -100)
-    whole, count, _ = step(model, x, target, lengths, 7, lanes)
-    halves = [step(model, x[:, part], target[:, part], lengths[part], cut, lanes[part]) for part in (slice(0, lane), slice(lane, 4))]
-    total = halves[0][0] + halves[1][0]
-    assert count == halves[0][1] + halves[1][1] == 16
-    torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
-    torch.testing.assert_close(gradients(model, total), gradients(model, whole), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("pool", ["last", "mean"])
-def test_classification_across_chunks(pool: str) -> None:
-    model = classifier(pool)
-    lengths, lanes = torch.tensor([7, 3, 0, 6]), torch.arange(4)
-    x = torch.randn(7, 4, 3, dtype=DOUBLE)
-    x = torch.where((torch.arange(7)[:, None] < lengths)[..., None], x, torch.nan)
-    labels = torch.tensor([0, 4, -100, 2])
-    whole, count, state = step(model, x, labels, lengths, 7, lanes)
-    parts, same, other = step(model, x, labels, lengths, 2, lanes)
-    assert count == same == 3
-    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
-    torch.testing.assert_close(other.acc, state.acc, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(gradients(model, parts), gradients(model, whole), rtol=1e-10, atol=1e-12)
-
-
 def test_last_step_of_both_directions() -> None:
     """The head learns from the model that there are two directions, and reads each where it ends: nn.LSTM's final h."""
     model = classifier(bidirectional=True).eval()
@@ -103,33 +67,6 @@ def test_last_step_of_both_directions() -> None:
     assert torch.equal(state.acc[0], expected)
     with pytest.raises(PlanError, match="got a chunk from step 2"):
         Stage(model)(x, state, Chunk(start=2))
-
-
-def test_fresh_lanes_forget_carry_and_accumulator() -> None:
-    model = classifier("mean").eval()
-    x = torch.randn(3, 2, 3, dtype=DOUBLE)
-    y, state = model(x)
-    again, after = model(x, state, fresh=torch.tensor([True, False]))
-    assert torch.equal(again[:, 0], y[:, 0])
-    assert not torch.equal(again[:, 1], y[:, 1])
-    assert after.acc[1].tolist() == [3, 6]
-    assert torch.equal(after.acc[0][0], state.acc[0][0])
-
-
-def test_stages_in_a_row_are_the_model() -> None:
-    model = language()
-    x, chunk = torch.randint(11, (5, 3)), Chunk(key=KEY)
-    whole, _, end = Stage(model)(x, model.start(3), chunk)
-    y: Tensor = x
-    carries: tuple[Any, ...] = ()
-    for first, last in ((0, 1), (1, 2), (2, 3), (3, 4)):
-        stage = Stage(model, first, last)
-        y, _, state = stage(y, stage.start(3), chunk)
-        carries += state.carries
-    assert torch.equal(y, whole)
-    assert all(torch.equal(mine.h, theirs.h) for mine, theirs in zip(carries, end.carries, strict=True))
-    with pytest.raises(PlanError, match="units 2 to 5 does not fit a model of 4 units"):
-        Stage(model, 2, 5)
 
 
 def test_stage_names_its_parameters_as_the_model_does() -> None:

@@ -11,7 +11,7 @@ import carrywave as cw
 from carrywave.data.sequences import Sequences
 from carrywave.spec.data_spec import DataSpec
 from carrywave.tasks import baselines as simple
-from carrywave.tasks.ridge import Line, fit_line
+from carrywave.tasks.ridge import Ridge, fit_line
 
 
 def test_errors_are_those_of_a_plain_loop() -> None:
@@ -19,7 +19,7 @@ def test_errors_are_those_of_a_plain_loop() -> None:
     values = draw.normal(size=(80, 3)).astype(np.float32)
     data = Sequences(values, np.array([40, 3]), np.array([30, 20]), warm=np.array([5, 0]))
     spec, columns, change = DataSpec(horizon=3, season=4, quantiles=(0.2, 0.5)), np.array([2, 0]), np.array([[0.5, 0.0], [2.0, 4.0]])
-    line = Line(draw.normal(size=(2, 6, 3)), draw.normal(size=(2, 3)))
+    line = Ridge(draw.normal(size=(2, 6, 3)), draw.normal(size=(2, 3)))
     found, why = simple.baselines(data, spec, columns, change, line)
     assert why is None
     gaps: dict[str, list[Any]] = {"naive": [], "last": [], "ridge": []}

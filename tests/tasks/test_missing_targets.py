@@ -19,7 +19,7 @@ from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks import views
 from carrywave.tasks.baselines import LineForecast, baselines
-from carrywave.tasks.changes import Changes
+from carrywave.tasks.mase_scale import MaseScale
 from carrywave.tasks.ridge import PENALTIES, fit_line
 from carrywave.tasks.task import Task
 
@@ -97,7 +97,7 @@ def test_targets_of_the_view_are_nan_where_cells_are_empty(variant: Variant) -> 
 
 def test_the_denominator_of_mase_leaves_them_out(variant: Variant) -> None:
     found, _, defined = variant
-    changes = Changes.of(found.train, found.codec, SEASON).of_series(found.train, found.codec.channels)
+    changes = MaseScale.of(found.train, found.codec, SEASON).of_series(found.train, found.codec.channels)
     for row, values, counted in zip(changes, defined.values, defined.counted, strict=True):
         both = counted[SEASON:] & counted[:-SEASON]
         expected = [np.abs(values[SEASON:, c] - values[:-SEASON, c])[both[:, c]].mean() for c in range(values.shape[1])]
@@ -128,7 +128,7 @@ def test_ridge_is_fitted_without_them(variant: Variant) -> None:
 
 def test_baselines_are_not_scored_there(variant: Variant) -> None:
     found, spec, defined = variant
-    change = Changes.of(found.train, found.codec, SEASON).of_series(found.train, found.codec.channels)
+    change = MaseScale.of(found.train, found.codec, SEASON).of_series(found.train, found.codec.channels)
     line = fit_line(found.train, defined.columns, LAGS, HORIZON)
     errors, _ = baselines(found.train, spec.data, defined.columns, change, line)
     forecast = LineForecast(line, found.train, defined.columns)

@@ -18,7 +18,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.text.tokenizers import UNKNOWN
 from carrywave.tasks.linear import texts
 from carrywave.tasks.linear.ngrams import NGrams
-from carrywave.tasks.linear.part import LinearPart, Rows
+from carrywave.tasks.linear.part import LinearPart, LinearRows
 
 WORDS = (UNKNOWN, "a", "film", "films", "bad", "good", "very")
 
@@ -78,7 +78,7 @@ def test_the_fit_has_no_slope_left(kind: str) -> None:
     if kind != "classes":
         labels = generator.normal(size=(40, 3)).astype(np.float32) if kind == "numbers" else np.eye(3, dtype=np.float32)[labels]
     data = replace(sequences(lines, labels), weights=generator.uniform(0.5, 2.0, 40).astype(np.float32))
-    rows = Rows.of(kind, data, None, None)
+    rows = LinearRows.of(kind, data, None, None)
     features = NGrams.fit(data, rows.rows, WORDS, 1000)
     targets_NV = rows.targets(kind, 3).float()
     weights_FV, bias_V = (each.clone().double().requires_grad_() for each in texts.solved(features, rows, kind, targets_NV))

@@ -8,7 +8,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.spec.data_spec import DataSpec
 from carrywave.tasks import views
 from carrywave.tasks.baselines import baselines, origins_of, without_season
-from carrywave.tasks.changes import change
+from carrywave.tasks.mase_scale import change
 
 
 def series(rows: int, columns: int = 2) -> np.ndarray:

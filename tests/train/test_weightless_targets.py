@@ -19,8 +19,8 @@ from carrywave.report.samples import samples_of
 from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.load import parse
 from carrywave.tasks.baselines import errors_of
-from carrywave.tasks.changes import change
 from carrywave.tasks.first_weights import class_counts, label_counts
+from carrywave.tasks.mase_scale import change
 from carrywave.tasks.ridge import fit_line
 from carrywave.tasks.views import Naive
 from carrywave.train.backtest import Request, backtest_run

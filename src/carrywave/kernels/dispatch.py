@@ -113,7 +113,7 @@ class Backends:
         `clean`: padding already holds zeros, as in the output of a layer. `chunk`: the steps are one chunk of this window; what a backend
         has begun, it finishes.
         """
-        begun = _begun(chunk, layer)
+        begun = chunk is not None and _begun(chunk, layer)
         name = "persistent" if begun else self.choose(asked, x_TBI, layer, marks)
         if name == "persistent":
             try:
@@ -142,8 +142,8 @@ class Backends:
         """How to run layers concurrently on one GPU, by our kernels or, if they are `plain` (no dropout between them, every step is real),
         in one call of torch's; None to run them one after the other, each on the backend chosen for it.
         """
-        if len(layers) < 2 or not self.has_kernels:
-            return None
+        if len(layers) < 2 or not self.has_kernels or (x_TBI.device.type == "cpu" and self.check(asked) == "auto" and chunk is None):
+            return None  # on a CPU, layers have no kernel in common
         held = windowed.held_by(chunk, [layer[0] for layer in layers])
         if held is not None:
             return held.how

@@ -106,7 +106,9 @@ def in_dtype(
     compute: torch.dtype, x_TBI: Tensor, carry: AnyCarry, layer: Layer, lengths_B: Tensor | None, backend: Backend, marks: Any = None
 ) -> tuple[Tensor, AnyCarry]:
     """Run a backend in a dtype; outputs have that of x. The carry keeps its own, so that it is the same in every chunk and window."""
-    weights = tuple(direction.to(compute) for direction in layer)
     named = {} if marks is None else {"marks": marks}
+    if all(tensor.dtype == compute for tensor in (x_TBI, *carry, *(tensor for direction in layer for tensor in direction.tensors()))):
+        return backend(x_TBI, carry, layer, lengths_B, **named)
+    weights = tuple(direction.to(compute) for direction in layer)
     y_TBO, end = backend(x_TBI.to(compute), changed(carry, lambda part: part.to(compute)), weights, lengths_B, **named)
     return y_TBO.to(x_TBI.dtype), changed(end, lambda part, before: part.to(before.dtype), carry)

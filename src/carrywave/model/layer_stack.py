@@ -90,6 +90,7 @@ class LayerStack(nn.Module):
         self.kernel = kernel
         self.path = "lstm"  # prefix of the names of its random sites, whatever the cell; two stacks in one model need different ones
         self.weight_names: list[str] = []  # of the weights, in the order of torch's modules
+        self.extra_names = [tuple(self.further(layer)) for layer in range(len(widths))]
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         for layer, hidden in enumerate(widths):
             inputs = self.input_size if layer == 0 else self.outputs(layer - 1)
@@ -230,6 +231,6 @@ class LayerStack(nn.Module):
     def _parameters_of(self, layer: int) -> Layer:
         found = []
         for suffix in self._suffixes(layer):
-            extra = {name: getattr(self, name + suffix) for name in self.further(layer)}
+            extra = {name: getattr(self, name + suffix) for name in self.extra_names[layer]}
             found.append(LayerWeights._make([*(getattr(self, name + suffix, None) for name in _NAMES), extra or None, None]))
         return tuple(found)

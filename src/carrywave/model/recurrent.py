@@ -81,7 +81,8 @@ class Recurrent(LayerStack):
             # The compiled program breaks here, as at torch's modules: inside it, torch's functions would become a loop over all steps.
             eager = torch.compiler.disable(Recurrent.forward)  # type: ignore[no-untyped-call]
             return cast(tuple[Tensor, Any], eager(self, x, carry, **named, input=input, hx=hx))
-        given_x, carry = arguments.either(self, "x", x, "input", input), arguments.either(self, "carry", carry, "hx", hx)
+        given_x: Any = x if input is None else arguments.either(self, "x", x, "input", input)
+        carry = carry if hx is None else arguments.either(self, "carry", carry, "hx", hx)
         if isinstance(given_x, Proxy):
             return as_torch.recorded(self, given_x, carry, **named)
         packed = given_x if isinstance(given_x, PackedSequence) else None

@@ -35,8 +35,8 @@ from carrywave.spec.spec import Spec
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.step.worker_setup import holding_of
 from carrywave.tasks.bands import Bands
-from carrywave.tasks.changes import Changes
 from carrywave.tasks.linear.part import LinearPart, kind_of
+from carrywave.tasks.mase_scale import MaseScale
 from carrywave.tasks.task import Task
 
 
@@ -179,7 +179,7 @@ def _check_codec(run: Run) -> None:
         raise RunError(f"{path} does not match the codec that {run.weights.name} was trained with; restore the original file")
 
 
-def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
+def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, MaseScale, bool, bool]:
     """The facts that shaped the model, MASE's scale, whether the model was the user's own, and whether the codec was another run's.
 
     The facts must agree with the codec.
@@ -187,7 +187,7 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
     path = run.path / "facts.json"
     recorded = dict(run.read_object(path.name))
     try:
-        scale = Changes.from_json(recorded.pop("scale"), len(codec.targets))
+        scale = MaseScale.from_json(recorded.pop("scale"), len(codec.targets))
         own_model, given_codec = (bool(recorded.pop(name, False)) for name in ("own_model", "given_codec"))
         recorded.pop("files", None)  # see `files_of`
         facts = DataFacts.of(recorded)

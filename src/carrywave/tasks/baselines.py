@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.spec.data_spec import DataSpec
-from carrywave.tasks.ridge import Line, fit_line
+from carrywave.tasks.ridge import Ridge, fit_line
 from carrywave.tasks.views import FirstRow, Naive, counted
 
 # By the prefix of their metrics, with what they are called; naive is the one of `data.season`, which is the last value if that is 1.
@@ -32,7 +32,7 @@ Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Errors:
+class BaselineErrors:
     """Errors of one baseline: means by step ahead and column, NaN where there are no targets."""
 
     absolute_HC: Reals
@@ -55,7 +55,7 @@ class Errors:
         return values if self.pinball is None else values | {f"{name}_pinball": self.pinball}
 
 
-def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints, change_SC: Reals, *, block: int = 1024) -> Errors:
+def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints, change_SC: Reals, *, block: int = 1024) -> BaselineErrors:
     """Compute the errors of a forecast; `change_SC` is the denominator of MASE per series and column, 0 to exclude it. As in the metrics of
     a model, targets that are missing or of weight 0 are left out, and all others count as one.
     """
@@ -78,7 +78,7 @@ def errors_of(forecast: Forecast, data: Sequences, spec: DataSpec, columns: Ints
             pinball += float(np.maximum(share * gap_RHC, (share - 1.0) * gap_RHC).sum()) / len(share_Q)
         targets_HC += real_RHC.sum(0)
     each_HC, total = np.where(targets_HC > 0, targets_HC, np.nan), float(targets_HC.sum())
-    return Errors(
+    return BaselineErrors(
         absolute_HC / each_HC,
         square_HC / each_HC,
         targets_HC,
@@ -105,15 +105,15 @@ def without_season(data: Sequences, spec: DataSpec) -> tuple[int, int]:
     return short, total
 
 
-def line_of(train: Sequences, columns: Ints, lags: int, horizon: int) -> Line:
+def line_of(train: Sequences, columns: Ints, lags: int, horizon: int) -> Ridge:
     """Fit the straight line to the training rows; of short series it reads fewer values, so that half of the rows of most are origins."""
     room = (int(np.median(train.lengths)) - horizon) // 2
     return fit_line(train, columns, max(1, min(lags, room)), horizon)
 
 
 def baselines(
-    data: Sequences, spec: DataSpec, columns: Ints, change_SC: Reals, line: Line | None
-) -> tuple[Mapping[str, Errors], str | None]:
+    data: Sequences, spec: DataSpec, columns: Ints, change_SC: Reals, line: Ridge | None
+) -> tuple[Mapping[str, BaselineErrors], str | None]:
     """Return the errors of each baseline, by name, and why there is no line, if that would take too long."""
     kinds = {"naive": "season", "last": "last"}
     errors = {
@@ -136,7 +136,7 @@ def baselines(
 class LineForecast:
     """The forecasts of a line; values before the first of a series count as that one."""
 
-    def __init__(self, line: Line, data: Sequences, columns: Ints) -> None:
+    def __init__(self, line: Ridge, data: Sequences, columns: Ints) -> None:
         self.line, self.values, self.columns = line, data.inputs, columns
         self._first = FirstRow(data)
 

@@ -24,12 +24,12 @@ from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.vocabulary.spelled_words import token_embedding
 from carrywave.spec.spec import Spec
-from carrywave.tasks.ridge import Line, fit_line
+from carrywave.tasks.ridge import Ridge, fit_line
 
 BLOCK_ROWS = 1 << 22  # counted at once
 
 
-def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences | None, line: Line | None) -> frozenset[str]:
+def set_first_weights(model: Model, spec: Spec, codec: Codec, train: Sequences | None, line: Ridge | None) -> frozenset[str]:
     """Set what this worker holds of such weights, if there is data to begin from; return the names of all of them.
 
     `line`: the straight line that forecasts are compared with, which is not fitted again if it reads as many values.

@@ -28,7 +28,7 @@ Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Line:
+class Ridge:
     """Weights [C, N, K] on the last N values less the last one, the most recent one last, and a bias [C, K]."""
 
     weights_CNK: Reals
@@ -82,7 +82,7 @@ def _solved(read: Reals, both: Reals, penalty: float) -> Reals:
     return np.asarray(np.linalg.lstsq(left, both, rcond=None)[0], np.float64)
 
 
-def fit_line(train: Sequences, columns: Ints, lags: int, horizon: int) -> Line:
+def fit_line(train: Sequences, columns: Ints, lags: int, horizon: int) -> Ridge:
     """Fit a line to every origin of the training rows that has all of its lags and its whole horizon; zeros if none has."""
     weighted = train.step_weights is not None or train.missing is not None
     fitted, held = ([_Sums(lags, horizon, weighted=weighted) for _ in columns] for _ in range(2))
@@ -92,7 +92,7 @@ def fit_line(train: Sequences, columns: Ints, lags: int, horizon: int) -> Line:
         for c, sums in enumerate(held if is_held else fitted):
             sums.add(gaps[..., c], ahead[..., c], None if weights_RKC is None else weights_RKC[..., c if weights_RKC.shape[-1] > 1 else 0])
     solved = [_best(one, other) for one, other in zip(fitted, held, strict=True)]
-    return Line(np.stack([each[:-1] for each in solved]), np.stack([each[-1] for each in solved]))
+    return Ridge(np.stack([each[:-1] for each in solved]), np.stack([each[-1] for each in solved]))
 
 
 def _best(fitted: _Sums, held: _Sums) -> Reals:

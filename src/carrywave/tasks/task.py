@@ -37,13 +37,13 @@ from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
 from carrywave.tasks.bands import BandErrors, Bands
-from carrywave.tasks.baselines import LAGS, LINEAR_METRICS, Errors, baselines, line_of, without_season
-from carrywave.tasks.changes import Changes
+from carrywave.tasks.baselines import LAGS, LINEAR_METRICS, BaselineErrors, baselines, line_of, without_season
 from carrywave.tasks.distribution_metrics import DistributionErrors
 from carrywave.tasks.first_weights import first_rare, set_first_weights
 from carrywave.tasks.heads import Encoder, head_of
 from carrywave.tasks.kept_forecasts import KeptForecasts
 from carrywave.tasks.linear.part import LinearPart
+from carrywave.tasks.mase_scale import MaseScale
 from carrywave.tasks.span_metrics import TagConfusion
 from carrywave.tasks.step_metrics import StepErrors
 from carrywave.tasks.transcription import targets as transcripts
@@ -56,7 +56,7 @@ class Part:
     name: str
     data: Sequences
     view: View
-    baselines: Mapping[str, Errors] = field(default_factory=dict)  # forecasting: what simple forecasts come to
+    baselines: Mapping[str, BaselineErrors] = field(default_factory=dict)  # forecasting: what simple forecasts come to
     baseline: dict[str, float] = field(default_factory=dict)  # their metrics
     notes: tuple[str, ...] = ()  # remarks for the user
     change_SC: NDArray[np.float64] | None = None  # forecasting: denominator of MASE per series and column; 0 excludes it
@@ -70,9 +70,9 @@ class Task:
     spec: Spec
     codec: Codec
     facts: DataFacts
-    scale: Changes = field(default_factory=Changes)  # forecasting: denominator of MASE
+    scale: MaseScale = field(default_factory=MaseScale)  # forecasting: denominator of MASE
     own_model: bool = False  # the network is the user's: the spec does not say how often it answers
-    line: ridge.Line | None = None  # forecasting: the straight line that was fitted to train, to compare with; None if train is not at hand
+    line: ridge.Ridge | None = None  # forecasting: fitted to train, to compare with; None if train is not at hand
     linear: LinearPart | None = None  # classification and regression: the fitted part whose answers are mixed with the network's
     bands: Bands | None = None  # forecasting: what lies around single values
 
@@ -81,7 +81,7 @@ class Task:
         """Return the task of a run that trains on this data."""
         if spec.task != "forecasting":
             return Task(spec, codec, facts)
-        return Task(spec, codec, facts, Changes.of(train, codec, spec.data.season)).with_line(train)
+        return Task(spec, codec, facts, MaseScale.of(train, codec, spec.data.season)).with_line(train)
 
     def with_line(self, train: Sequences) -> Task:
         """Return the task with a straight line through the training data to compare forecasts with."""
@@ -145,7 +145,7 @@ class Task:
         """What ends a document in a stream of tokens, by `data.reset`."""
         return DocumentEnds.of(self.spec.data.reset, self.codec)
 
-    def _baseline(self, simple: Mapping[str, Errors]) -> dict[str, float]:
+    def _baseline(self, simple: Mapping[str, BaselineErrors]) -> dict[str, float]:
         """Return the metrics of simple forecasts, under the model's metric names prefixed with theirs."""
         quantiles = self.spec.data.levels
         point = quantiles is None or 0.5 in quantiles

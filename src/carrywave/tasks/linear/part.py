@@ -28,7 +28,7 @@ LEAST = math.log(1e-6)  # the logarithm of the least probability of a class
 PART, HELD, SCALARS = "features.", ("held_starts", "held_answers"), ("warmth", "share", "first_share")
 
 
-class Features(Protocol):
+class FeatureMap(Protocol):
     """What the scores are weighted sums of."""
 
     @property
@@ -51,7 +51,7 @@ class LinearPart:
     the row at which a sequence starts.
     """
 
-    features: Features
+    features: FeatureMap
     weights_FV: Tensor
     bias_V: Tensor
     kind: str  # what it answers: `classes`, `labels` of which any may hold, or `numbers`
@@ -102,7 +102,7 @@ class LinearPart:
     def of(cls, tensors: Mapping[str, Tensor], kind: str, vocabulary: Sequence[str], device: torch.device) -> LinearPart:
         """What `tensors` gave, of a run with this vocabulary."""
         named = {name.removeprefix(PART): each for name, each in tensors.items() if name.startswith(PART)}
-        found: Features
+        found: FeatureMap
         if KEYS in named:
             found, device = NGrams.of(named, vocabulary), torch.device("cpu")
         else:
@@ -118,7 +118,7 @@ def kind_of(spec: Spec) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LinearRows:
     """The sequences that a linear part is fitted to: `rows` of the training sequences and, after them, of those held out."""
 
     data: Sequences

@@ -32,7 +32,7 @@ GOLDEN = (math.sqrt(5.0) + 1.0) / 2.0
 
 
 @dataclass(frozen=True)
-class Scale:
+class KernelScale:
     """The kernels at one dilation, over the values or over their differences."""
 
     dilation: int
@@ -53,8 +53,8 @@ class Scale:
 class RandomConvolutions:
     """`values` and `changes`: the scales over the values of sequences, and over their differences."""
 
-    values: tuple[Scale, ...]
-    changes: tuple[Scale, ...]
+    values: tuple[KernelScale, ...]
+    changes: tuple[KernelScale, ...]
 
     @classmethod
     def fit(cls, data: Sequences, count: int, seed: int, device: torch.device) -> Self:
@@ -63,18 +63,18 @@ class RandomConvolutions:
         rows = torch.randperm(len(data), generator=generator)[:FITTED_ON].numpy()
         longest, channels = int(data.lengths.max()), data.inputs.shape[1]
         seen = [padded(data, rows[place : place + 1], device)[0] for place in range(len(rows))]
-        scales: list[tuple[Scale, ...]] = []
+        scales: list[tuple[KernelScale, ...]] = []
         for read in (seen, [changes(x) for x in seen]):
             found = []
             for dilation, each in dilations(longest, count // 2).items():
                 share = torch.rand(len(PLACES), 1, generator=generator).clamp(min=1.5 / channels)
                 mix_KC = (torch.rand(len(PLACES), channels, generator=generator) < share).float()
                 mix_KC[torch.arange(len(PLACES)), torch.randint(channels, (len(PLACES),), generator=generator)] = 1.0
-                bare = Scale(dilation, mix_KC.to(device), mix_KC)
+                bare = KernelScale(dilation, mix_KC.to(device), mix_KC)
                 given = torch.cat([bare.convolved(x)[0] for x in read], 1).cpu()
                 given = given[:, torch.randperm(given.shape[1], generator=generator)[:QUANTILES_OF]]
                 at = torch.frac(torch.arange(1, each + 1) * GOLDEN)
-                found.append(Scale(dilation, mix_KC.to(device), torch.quantile(given, at, dim=1).t().contiguous().to(device)))
+                found.append(KernelScale(dilation, mix_KC.to(device), torch.quantile(given, at, dim=1).t().contiguous().to(device)))
             scales.append(tuple(found))
         return cls(*scales)
 
@@ -112,10 +112,10 @@ class RandomConvolutions:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
         """What `tensors` gave."""
-        scales: dict[str, list[Scale]] = {"values": [], "changes": []}
+        scales: dict[str, list[KernelScale]] = {"values": [], "changes": []}
         for kind, dilation in sorted({(kind, int(rest.split(".")[0])) for kind, _, rest in (name.partition(".") for name in tensors)}):
             mix_KC, biases_KJ = (tensors[f"{kind}.{dilation}.{part}"] for part in ("mix", "biases"))
-            scales[kind].append(Scale(dilation, mix_KC, biases_KJ))
+            scales[kind].append(KernelScale(dilation, mix_KC, biases_KJ))
         return cls(tuple(scales["values"]), tuple(scales["changes"]))
 
 
@@ -143,7 +143,7 @@ def changes(x_NCT: Tensor) -> Tensor:
     return x_NCT.diff(dim=2, prepend=x_NCT[:, :, :1])
 
 
-def shares(scales: tuple[Scale, ...], x_NCT: Tensor, lengths_N: Tensor) -> Iterator[Tensor]:
+def shares(scales: tuple[KernelScale, ...], x_NCT: Tensor, lengths_N: Tensor) -> Iterator[Tensor]:
     """[N, K × J] of each scale: the share of real steps at which each kernel exceeds each bias."""
     ended_N1T = (torch.arange(x_NCT.shape[2], device=x_NCT.device) >= lengths_N[:, None])[:, None]
     padding = int(lengths_N.min()) < x_NCT.shape[2]

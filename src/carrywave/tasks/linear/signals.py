@@ -11,7 +11,7 @@ from torch import Tensor
 from carrywave.data.sequences import Sequences
 from carrywave.data.shuffle import permutation
 from carrywave.tasks.linear import leave_one_out
-from carrywave.tasks.linear.part import NETWORK_SHARE, LinearPart, Rows
+from carrywave.tasks.linear.part import NETWORK_SHARE, LinearPart, LinearRows
 from carrywave.tasks.linear.random_convolutions import RandomConvolutions
 
 MOST_ROWS, MOST_STEPS = 4096, 1 << 22  # that it is fitted on
@@ -32,7 +32,7 @@ def fit(
 
     What it answers for one that was held out is found from all others.
     """
-    known = Rows.of(kind, train, held, class_weights)
+    known = LinearRows.of(kind, train, held, class_weights)
     if len(known.rows) < 2:
         return None
     both, rows = known.data, known.rows

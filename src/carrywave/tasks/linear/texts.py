@@ -10,7 +10,7 @@ from torch import Tensor
 
 from carrywave.data.sequences import Sequences
 from carrywave.tasks.linear.ngrams import NGrams
-from carrywave.tasks.linear.part import NETWORK_SHARE, LinearPart, Rows
+from carrywave.tasks.linear.part import NETWORK_SHARE, LinearPart, LinearRows
 
 PENALTY = 0.2  # times half the squares of the weights, beside the sum of the losses
 MOST_ROUNDS = 60
@@ -29,7 +29,7 @@ def fit(
 
     What it answers for one that was held out is found by a fit to the others.
     """
-    known = Rows.of(kind, train, held, class_weights)
+    known = LinearRows.of(kind, train, held, class_weights)
     inside = np.flatnonzero(known.rows < len(train))
     outside = np.flatnonzero(known.rows >= len(train))
     if len(inside) < 2:
@@ -55,7 +55,7 @@ def fit(
     )
 
 
-def solved(features: NGrams, rows: Rows, kind: str, targets_NV: Tensor) -> tuple[Tensor, Tensor]:
+def solved(features: NGrams, rows: LinearRows, kind: str, targets_NV: Tensor) -> tuple[Tensor, Tensor]:
     """The weights [F, V] and the bias [V] with the least penalised loss."""
     entries = features.entries(rows.data, rows.rows)
     turned = entries.turned(features.count)

@@ -20,14 +20,14 @@ Numbers = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Changes:
+class MaseScale:
     """Mean absolute change over a season, in standardised units, for each forecast column; 0 if there is none."""
 
     every: Numbers = ()  # for any series, if train held a single unnamed one
     named: Mapping[str, Numbers] = field(default_factory=dict)  # otherwise, for each series in train
 
     @staticmethod
-    def of(train: Sequences, codec: Codec, season: int) -> Changes:
+    def of(train: Sequences, codec: Codec, season: int) -> MaseScale:
         """Compute the changes over the rows that are trained on."""
         columns, channels = np.array(codec.targets), codec.channels
         names = train.names or ()
@@ -40,10 +40,10 @@ class Changes:
             values = change(train.inputs[rows], season, columns, np.array(mean), np.array(std), counted(train, rows))
             by_series[name] = tuple(float(value) for value in values)
         if not codec.series and len(by_series) == 1:
-            return Changes(every=next(iter(by_series.values())))
+            return MaseScale(every=next(iter(by_series.values())))
         if not codec.series and channels and len(by_series) == len(channels):
-            return Changes(named=dict(zip(channels, by_series.values(), strict=True)))
-        return Changes(named=by_series)
+            return MaseScale(named=dict(zip(channels, by_series.values(), strict=True)))
+        return MaseScale(named=by_series)
 
     def of_series(self, data: Sequences, channels: Sequence[str] = ()) -> NDArray[np.float64]:
         """Return the changes for each series of a part, [series, columns]; zeros for series that train does not contain.
@@ -73,12 +73,12 @@ class Changes:
         return {name: list(values) for name, values in self.named.items()} if self.named else list(self.every)
 
     @staticmethod
-    def from_json(content: Any, columns: int) -> Changes:
+    def from_json(content: Any, columns: int) -> MaseScale:
         """Parse the output of `to_json`; raise ValueError if it does not fit."""
         if isinstance(content, dict) and content:
-            changes = Changes(named={name: tuple(float(value) for value in values) for name, values in content.items()})
+            changes = MaseScale(named={name: tuple(float(value) for value in values) for name, values in content.items()})
         else:
-            changes = Changes(every=tuple(float(value) for value in content))
+            changes = MaseScale(every=tuple(float(value) for value in content))
         for values in changes.named.values() or (changes.every,):
             if len(values) != columns:
                 raise ValueError(f"scale has {len(values)} numbers, but codec.json has {columns} targets")
