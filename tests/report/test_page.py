@@ -70,7 +70,6 @@ def test_the_figures_are_on_the_page(record: RunRecord) -> None:
         "best: 3 at step 60",
         "tokens per second 1,234 200 ms per optimizer step",
         "restarted 40 20",
-        "300 ms (50%) 20 ms (3%) 180 ms (30%) 100 ms (17%)",
         "2 replicas × 2 stages, cut before units 3, chunks of 16 steps",
         "plan",
         "time 20 s",
