@@ -526,12 +526,12 @@ def test_a_part_of_a_model_is_not_saved_as_a_whole() -> None:
             part.state_dict()
 
 
-def test_a_state_that_lacks_a_part_is_refused_on_all_workers(tmp_path: Path) -> None:
-    """Rank 0 alone had raised, and the others had waited for it."""
-    ended = _warm.start([sys.executable, str(Path(__file__).with_name("_incomplete.py")), str(tmp_path)], 2)
+def test_replicas_exchange_one_message_a_step_and_refuse_an_incomplete_state_together(tmp_path: Path) -> None:
+    """Of the state, rank 0 alone had raised, and the others had waited for it."""
+    ended = _warm.start([sys.executable, str(Path(__file__).with_name("_two_workers.py")), str(tmp_path)], 2)
     assert ended.code == 0, ended
     said = [(tmp_path / f"{rank}.txt").read_text().splitlines() for rank in range(2)]
     assert said[0] == said[1]
-    assert said[0] == [
+    assert said[0] == ["1 message"] + [
         f"the trainer state is incomplete: it has no {part}; pass what trainer.state_dict() returned on rank 0" for part in PARTS
     ]
