@@ -159,7 +159,7 @@ def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_
     for each in (first, second):
         # If stage 1 hangs up before stage 0 has sent all of the batch, both know it at the next step.
         assert each[1]["error"].startswith((f"{halfway} a batch of 6 steps x 4 lanes to evaluate", refused))
-        assert each[2]["error"].startswith(f"{halfway} 1 batch of 6 steps x 4 lanes")
+        assert each[2]["error"].startswith(halfway)
     for each in (first, second):
         assert len(each[3]["others"]) == 2  # of the same mesh, and of one that shares its process groups
         assert all(said.startswith(refused) for said in each[3]["others"]), each[3]
