@@ -154,12 +154,12 @@ def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_
     assert second[0]["error"].startswith("ValueError: mine")
     assert re.match(FAILED.format(1), first[0]["error"])
     halfway = "WorkerError: rank 1 got nothing (its last step ended halfway), but rank 0 got"
-    refused = "WorkerError: an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all workers"
+    refused = "WorkerError: an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all"
     assert first[1] == second[1]
     for each in (first, second):
         # If stage 1 hangs up before stage 0 has sent all of the batch, both know it at the next step.
         assert each[1]["error"].startswith((f"{halfway} a batch of 6 steps x 4 lanes to evaluate", refused))
-        assert each[2]["error"].startswith(f"{halfway} 1 batch of 6 steps x 4 lanes")
+        assert each[2]["error"].startswith(halfway)
     for each in (first, second):
         assert len(each[3]["others"]) == 2  # of the same mesh, and of one that shares its process groups
         assert all(said.startswith(refused) for said in each[3]["others"]), each[3]
@@ -205,4 +205,4 @@ def test_one_that_freezes_alone_says_so(write: Any, python: Any, tmp_path: Path)
     )
     ended = python("-m", "torch.distributed.run", "--nproc-per-node", "2", program, CARRYWAVE_START_SECONDS="8", OMP_NUM_THREADS="1")
     assert ended.returncode
-    assert "requires_grad of lstm.weight_ih_l0 changed on rank 1, but other workers did not report the same change" in ended.stderr
+    assert "requires_grad of lstm.weight_ih_l0 changed on rank 1, but not on all others" in ended.stderr

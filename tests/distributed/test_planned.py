@@ -43,8 +43,6 @@ def test_workers_follow_the_plan_of_rank_0(profiles: dict[str, str], python: Run
     ended = python("-m", "carrywave", "train", *WORDS, *words, CARRYWAVE_PROFILE=profiles["stages"])
     assert ended.returncode == 0, ended.stderr
     assert "chosen: 2 stages" in ended.stdout
-    assert "a step takes" in ended.stdout
-    assert "predicted" in ended.stdout
     assert json.loads((tmp_path / "run/plan.json").read_text())["stages"] == 2
 
 
@@ -69,8 +67,6 @@ def test_a_run_that_goes_on_keeps_its_plan(profiles: dict[str, str], python: Run
     said = train("--run", "staged", "--devices", "2", "train.max_steps=30", by="stages")
     assert planned("staged") == (1, 2)
     assert "chosen: 2 stages" in said
-    assert "a step takes" in said
-    assert "predicted" in said
     assert "one device would be faster" in train("--run", "both", "--devices", "2", by="alone")
     train("--run", "shared", "--devices", "2", by="replicas")
     assert planned("shared") == (2, 1)

@@ -23,7 +23,7 @@ import _formulas
 
 from carrywave.kernels.hopper.buffers import LayerMarks
 from carrywave.kernels.hopper.layout import LayerShape
-from carrywave.kernels.hopper.recurrence import Dealt, Packed
+from carrywave.kernels.hopper.recurrence import Packed, SortedLanes
 from carrywave.kernels.step_marks import CellNoise
 from carrywave.kernels.weights import LayerWeights
 
@@ -106,7 +106,7 @@ def unpack(
     return dw_ih, dw_hh, torch.stack([plain(sums_Q1, rows, hidden, 1)[:, 0].to(dtype) for rows in (of_input, of_h)])
 
 
-def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[Dealt]:
+def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[SortedLanes]:
     """Each lane's place is the number of those that come before it, as the kernel counts."""
     before = (lengths_B[:, None] > lengths_B) | (
         (lengths_B[:, None] == lengths_B) & (torch.arange(len(lengths_B))[:, None] < torch.arange(len(lengths_B)))
@@ -114,7 +114,7 @@ def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[
     order_B = torch.empty(len(lengths_B), dtype=torch.int32)
     order_B[before.sum(0)] = torch.arange(len(lengths_B), dtype=torch.int32)
     spans = [(first, min(chunk_steps, steps - first)) for first in range(0, steps, chunk_steps)]
-    return [Dealt(order_B, (lengths_B - first).clamp(0, span).to(torch.int32)) for first, span in spans]
+    return [SortedLanes(order_B, (lengths_B - first).clamp(0, span).to(torch.int32)) for first, span in spans]
 
 
 def real_rows(x_TBI: Tensor, lengths_B: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def forward(
     cells: Tensor | None,
     first_c: Tensor,
     last_c: Tensor,
-    dealt: Dealt,
+    dealt: SortedLanes,
     marks: LayerMarks,
 ) -> None:
     steps, lanes, units = hs_SBP.shape[0] - 1, hs_SBP.shape[1], shape.units
@@ -238,7 +238,7 @@ def backward(
     grad_first: tuple[Tensor, Tensor],
     bias_EQ: Tensor,
     ring: Tensor,
-    dealt: Dealt,
+    dealt: SortedLanes,
     marks: LayerMarks,
     of_resets_EP2: Tensor | None,
     after_BQ: Tensor | None = None,
@@ -334,11 +334,11 @@ def _of_quads(turned_KQ: Tensor, behind_NQ: Tensor, shape: LayerShape) -> Tensor
     return recurrent
 
 
-def _lengths(dealt: Dealt, lanes: int, steps: int) -> list[int]:
+def _lengths(dealt: SortedLanes, lanes: int, steps: int) -> list[int]:
     return [steps] * lanes if dealt.lengths_B is None else [min(length, steps) for length in dealt.lengths_B.tolist()]
 
 
-def _table(shape: LayerShape, group: int, dealt: Dealt, lengths: list[int]) -> Table:
+def _table(shape: LayerShape, group: int, dealt: SortedLanes, lengths: list[int]) -> Table:
     order = list(range(len(lengths))) if dealt.order_B is None else dealt.order_B.tolist()
     ranks = [place * shape.groups + group for place in range(shape.lanes * shape.passes)]
     return [(order[rank], lengths[order[rank]]) if rank < len(order) else (-1, 0) for rank in ranks]

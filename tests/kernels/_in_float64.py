@@ -24,7 +24,7 @@ from _emulated import by_unit, memory_begin, noise_at, starts_again
 from carrywave.kernels.hopper import joined, recurrence
 from carrywave.kernels.hopper.buffers import LayerMarks
 from carrywave.kernels.hopper.layout import LayerShape
-from carrywave.kernels.hopper.recurrence import Dealt, Packed
+from carrywave.kernels.hopper.recurrence import Packed, SortedLanes
 
 NAN = float("nan")
 
@@ -37,7 +37,7 @@ def forward(
     cells: Tensor | None,
     first_c: Tensor,
     last_c: Tensor,
-    dealt: Dealt,
+    dealt: SortedLanes,
     marks: LayerMarks,
 ) -> None:
     hs = hs.data  # as a kernel, it writes without torch's noticing
@@ -78,7 +78,7 @@ def backward(
     grad_first: tuple[Tensor, Tensor],
     bias: Tensor,
     ring: Tensor,
-    dealt: Dealt,
+    dealt: SortedLanes,
     marks: LayerMarks,
     of_resets: Tensor | None,
     after: Tensor | None = None,
@@ -119,7 +119,7 @@ def backward(
     by_unit(grad_first[1], shape).copy_(dc)
 
 
-def _active(dealt: Dealt, lanes: int, steps: int, step: int) -> list[int]:
+def _active(dealt: SortedLanes, lanes: int, steps: int, step: int) -> list[int]:
     """The lanes that reach a step."""
     lengths = [steps] * lanes if dealt.lengths_B is None else dealt.lengths_B.tolist()
     return [lane for lane, length in enumerate(lengths) if length > step]

@@ -20,11 +20,11 @@ from _emulated import _active, _lengths, _table, _write_once
 
 from carrywave.kernels.hopper.joined import BackwardLayer, ForwardLayer
 from carrywave.kernels.hopper.layout import LayerShape
-from carrywave.kernels.hopper.recurrence import Dealt
+from carrywave.kernels.hopper.recurrence import SortedLanes
 
 
 def launch_forward(
-    shape: LayerShape, layers: Sequence[ForwardLayer], dealt: Dealt, lanes: int, steps: int, *, kept: bool, mask_steps: bool
+    shape: LayerShape, layers: Sequence[ForwardLayer], dealt: SortedLanes, lanes: int, steps: int, *, kept: bool, mask_steps: bool
 ) -> None:
     lengths, cs = _lengths(dealt, lanes, steps), [layer.first_c_BP.clone() for layer in layers]
     for diagonal in range(steps + len(layers) - 1):
@@ -40,7 +40,7 @@ def launch_forward(
 
 
 def _forward_step(
-    shape: LayerShape, layer: ForwardLayer, c_BP: Tensor, step: int, dealt: Dealt, lengths: list[int], *, kept: bool, mask_steps: bool
+    shape: LayerShape, layer: ForwardLayer, c_BP: Tensor, step: int, dealt: SortedLanes, lengths: list[int], *, kept: bool, mask_steps: bool
 ) -> None:
     lanes, units, hs_SBP = len(lengths), shape.units, layer.hs_SBP.data
     gates = layer.gates_NQ.view(-1, lanes, shape.hidden, 4)
@@ -74,7 +74,7 @@ def launch_backward(
     shape: LayerShape,
     layers: Sequence[BackwardLayer],
     ring: Tensor,
-    dealt: Dealt,
+    dealt: SortedLanes,
     lanes: int,
     steps: int,
     *,
@@ -109,7 +109,7 @@ def _backward_step(
     state: tuple[Tensor, Tensor, Tensor],
     step: int,
     steps: int,
-    dealt: Dealt,
+    dealt: SortedLanes,
     lengths: list[int],
     *,
     after: bool,

@@ -56,3 +56,21 @@ def test_links_over_other_groups_stay_open() -> None:
     second = GroupLinks({LINE: PeerLink(process_groups.group([0], "other"), 0)}, torch.device("cpu"), staged=False)
     first.close()
     assert not second.closed
+
+
+@pytest.mark.usefixtures("_world")
+def test_a_group_from_before_a_failure_is_destroyed_once_nobody_uses_it() -> None:
+    """It had stayed, with its threads and connections, for as long as the process."""
+    first = links()
+    group = first.channels[LINE].group
+    there = dist.distributed_c10d._world.pg_map
+    process_groups.spoil()
+    failures = process_groups.agreed() + 1
+    process_groups.agree(lambda text: [str(failures)])
+    assert links().channels[LINE].group is not group
+    assert not first.closed  # a trainer from before may still use it
+    assert group in there
+    del first
+    gc.collect()
+    process_groups.agree(lambda text: [str(failures)])
+    assert group not in there

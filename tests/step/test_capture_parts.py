@@ -174,19 +174,6 @@ def test_groups_of_windows_give_the_bits_of_unrecorded_steps(train: dict[str, An
     assert counted(recorded, "step") == 0
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"), [(Plan(chunk_steps=2, micro_batches=2), {"learned_carry": True}), (Plan(chunk_steps=2, recompute=True), {})]
-)
-def test_chunks_and_micro_batches(plan: Plan, options: dict[str, Any]) -> None:
-    """Chunks put their weight gradients off; a window of one chunk does not, whatever else is in its step."""
-    recorded, plain = pair(lambda: language(**options), keep_state=True, plan=plan, precision="fp64")
-    for trainer in (recorded, plain):
-        for number in range(3):
-            trainer.step(words(5, 3, 3 * number), words(2, 3, 3 * number + 1), words(5, 3, 3 * number + 2))
-    same(recorded, plain)
-    assert counted(recorded, "batch") == 9 - 2
-
-
 def test_an_encoder_of_the_users_own_and_a_step_that_is_no_number() -> None:
     """What its outputs do to the first layer is seen in the batch, and told of in the update."""
 
@@ -206,15 +193,6 @@ def test_an_encoder_of_the_users_own_and_a_step_that_is_no_number() -> None:
     assert counted(recorded, "update") == 4
     assert torch.equal(recorded.nonfinite.kept, plain.nonfinite.kept)
     assert recorded.nonfinite.look().codes == (recorded.nonfinite.units.forward(1),)
-
-
-def test_other_lanes_within_a_step() -> None:
-    recorded, plain = pair(lambda: language(learned_carry=True), keep_state=True)
-    for trainer in (recorded, plain):
-        for number in range(4):
-            trainer.step(words(4, 3, 2 * number, fresh=True), words(4, 2, 2 * number + 1, fresh=True))
-    same(recorded, plain)
-    assert counted(recorded, "batch") == 8 - 2
 
 
 def test_buckets_of_sequences_and_steps_of_one_batch_between() -> None:
@@ -321,20 +299,6 @@ def test_a_recording_that_fails_once_is_tried_again() -> None:
     assert recorded.capture is not None
     assert recorded.capture.failure("step").startswith("operation not permitted when stream is capturing (stage.py, line ")
     assert counted(recorded, "step") == 3  # all but the first, and the one whose recording failed
-
-
-@pytest.mark.parametrize("several", [1, 2])
-def test_an_exponential_average_is_part_of_what_is_recorded(several: int) -> None:
-    recorded, plain = pair(language, keep_state=True, ema=0.9)
-    for trainer in (recorded, plain):
-        for number in range(4):
-            trainer.step(*(words(4, 2, number * several + at) for at in range(several)))
-    same(recorded, plain)
-    assert counted(recorded, "step" if several == 1 else "update") == 3
-    ours, theirs = (trainer.optimizer.state for trainer in (recorded, plain))
-    for (name, own), (_, other) in zip(recorded.named, plain.named, strict=True):
-        assert ours[own]["count"].item() == theirs[other]["count"].item() == 4
-        assert torch.equal(ours[own]["ax"], theirs[other]["ax"]), name
 
 
 @pytest.mark.parametrize("several", [1, 2])

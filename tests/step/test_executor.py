@@ -46,7 +46,7 @@ from carrywave.step.passes.executor import run
 from carrywave.step.passes.job import BatchOutcome, Job
 from carrywave.step.passes.micro_batches import flatten
 from carrywave.step.passes.programs import program_for
-from carrywave.step.passes.task_clock import Arrived, TaskClock
+from carrywave.step.passes.task_clock import Arrived
 
 # Sums of some hundred terms, in another order, in float64.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-13}
@@ -90,63 +90,6 @@ def test_any_plan_gives_the_gradients_of_plain_autograd(plan: Plan, cell: str, p
         torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
 
 
-NOISE = {"recurrent_dropout": 0.3, "zoneout": 0.2}
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"locked": True, "weight_drop": 0.4},
-        {"layer_norm": True},
-        {"learned_carry": True},
-        {"proj_size": 3},
-        {"cell_norm": True, **NOISE},
-        {"num_heads": 2, "locked": True, **NOISE},
-    ],
-)
-@pytest.mark.parametrize("cell", CELLS)
-def test_options_survive_chunks(cell: str, options: dict[str, object]) -> None:
-    if options.get("proj_size") and not CELLS[cell].cell.projects:
-        pytest.skip("it has no projection")
-    torch.manual_seed(0)
-    width = int(options.get("proj_size", WIDTH))  # type: ignore[call-overload]
-    lstm = CELLS[cell](WIDTH, WIDTH, 2, dropout=0.3, **options)  # type: ignore[arg-type]
-    model = Model(Embedding(VOCABULARY, WIDTH), lstm, Softmax(width, VOCABULARY)).double().train()
-    batch = batch_of(9, [9, 4, 0, 7], pooled=False)
-    expected = plain(model, batch)
-    outcome, gradients = outcome_of(model, batch, Plan(chunk_steps=2, micro_batches=2))
-    torch.testing.assert_close(outcome.loss_sum, expected.pop("loss"), **TOLERANCE)
-    for name in expected:
-        torch.testing.assert_close(gradients[name], expected[name], msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
-
-
-def test_the_gradient_of_the_carry_matters() -> None:
-    """A chunked backward without it is far off: the comparison above can fail."""
-    model, batch = build(pooled=False), batch_of(8, [8, 8, 8], pooled=False)
-    whole = outcome_of(model, batch, Plan.serial())[1]
-    model.zero_grad()
-    stage, plan = Stage(model), Plan.serial()
-    state = model.start(3)
-    for first in (0, 4):
-        part = batch_of(8, [8, 8, 8], pooled=False)
-        half = Batch(
-            part.inputs[first : first + 4],
-            part.targets[first : first + 4],  # type: ignore[index]
-            torch.full((3,), 4),
-            part.fresh & (first == 0),
-            part.lanes,
-            part.sequence,
-            part.offset,
-            real=12,
-        )
-        state = run(stage, plan, program_for(plan, [half], backward=True), [Job(half, state, None)])[0].state
-    name = "lstm.weight_hh_l0"
-    cut = dict(model.named_parameters())[name].grad
-    assert cut is not None
-    assert float((cut - whole[name]).norm() / whole[name].norm()) > 1e-2
-
-
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_regularisation_is_the_same_over_chunks_and_by_hand(layer_norm: bool) -> None:
     model, batch = build(pooled=False, layer_norm=layer_norm), batch_of(7, [7, 3, 5], pooled=False)
@@ -166,18 +109,6 @@ def test_regularisation_is_the_same_over_chunks_and_by_hand(layer_norm: bool) ->
     program = program_for(Plan.serial(), [batch], backward=False)
     [quiet] = run(Stage(model), Plan.serial(), program, [Job(batch, model.start(3), alpha=2.0, beta=1.0)])
     assert math.isclose(float(quiet.penalty), hand, rel_tol=1e-12)
-
-
-def test_windows_of_35_equal_one_window() -> None:
-    """One pass over a stream in windows, the carry kept, gives the outputs of one long window."""
-    model = build(pooled=False).eval()
-    batch = batch_of(100, [100, 100], pooled=False)
-    whole, _ = model(batch.inputs)
-    state, parts = model.start(2), []
-    for first in range(0, 100, 35):
-        y, state = model(batch.inputs[first : first + 35], state)
-        parts.append(y)
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=0.0, atol=1e-12)
 
 
 def test_a_schedule_that_starts_a_batch_before_its_carry_is_there_is_refused() -> None:
@@ -203,25 +134,6 @@ def two_batches(model: Model, steps: int = 7) -> tuple[list[Batch], list[Job]]:
     """Two batches that follow each other; the second may be shorter."""
     batches = [batch_of(7, [7, 4, 6], pooled=False), batch_of(steps, [steps] * 3, pooled=False, fresh=[False, True, False])]
     return batches, [Job(batches[0], model.start(3), KEY), Job(batches[1], None, KEY)]
-
-
-@pytest.mark.parametrize("plan", [Plan(chunk_steps=3), Plan(chunk_steps=3, micro_batches=2)], ids=["batches", "micro-batches"])
-def test_weight_gradients_of_several_micro_batches_may_wait_for_the_end(plan: Plan) -> None:
-    model = build(pooled=False)
-    expected: dict[str, Tensor] = {}
-    for scheduler in (serial_of, weights_last):
-        batches, jobs = two_batches(model)
-        model.zero_grad()
-        clock = TaskClock(torch.device("cpu"))
-        run(Stage(model), plan, program_for(plan, batches, backward=True, scheduler=scheduler), jobs, clock=clock)
-        order = [(lap.label, lap.task.micro_batch) for lap in clock.laps if lap.label in "BW"]
-        micro_batches = 2 * plan.micro_batches
-        once = [each for part in range(micro_batches) for each in [("B", part)] * 3 + [("W", part)]]
-        assert order == (once if scheduler is serial_of else sorted(once))
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0.0, atol=0.0)  # the same products, added in the same order
-        expected = found
 
 
 def serial_of(stages: int, chunks: Sequence[int], *, backward: bool, defer_weights: bool = True) -> Schedule:

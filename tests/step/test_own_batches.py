@@ -55,9 +55,9 @@ def test_inputs_and_targets_with_a_graph_are_refused_at_every_step(plan: dict[st
     x, target = tensors()
     trainer = cw.Trainer(model(), SGD, plan=plan)
     for _ in range(2):
-        with pytest.raises(UserError, match=r"the inputs require grad, .* the encoder of cw\.Model, or pass inputs\.detach\(\)"):
+        with pytest.raises(UserError, match=r"the inputs require grad, .* put what makes them into the model, or detach"):
             trainer.step(cw.Batch.of(outer(x), target))
-        with pytest.raises(UserError, match=r"the targets require grad, .* the head of cw\.Model, or pass targets\.detach\(\)"):
+        with pytest.raises(UserError, match=r"the targets require grad, .* put what makes them into the model, or detach"):
             trainer.step(cw.Batch.of(x, outer(x)[..., :1]))
         with pytest.raises(UserError, match="the inputs require grad"):
             trainer.step(cw.Batch.of(x.clone().requires_grad_(), target))
@@ -129,7 +129,7 @@ def test_an_evaluation_does_not_continue_lanes_that_were_not_there() -> None:
     """Another number of lanes started from zeros without a word."""
     trainer = cw.Trainer(model(), SGD)
     four, three = cw.Batch.of(*tensors()), cw.Batch.of(*tensors(lanes=3), fresh=False)
-    with pytest.raises(UserError, match="as many lanes as the previous one: expected 4, got 3"):
+    with pytest.raises(UserError, match="the carry is of 4 lanes, but the batch has 3"):
         trainer.evaluate([four, three])
     trainer.evaluate([four, cw.Batch.of(*tensors(lanes=3))])
 
@@ -182,7 +182,7 @@ def test_a_batch_that_is_refused_does_not_change_the_masks_of_the_next() -> None
     tried, untried = cw.Trainer(model(), SGD), cw.Trainer(model(), SGD)
     for trainer in (tried, untried):
         trainer.step(cw.Batch.of(*tensors()))
-    with pytest.raises(UserError, match="expected 4, got 3"):
+    with pytest.raises(UserError, match="the carry is of 4 lanes, but the batch has 3"):
         tried.step(cw.Batch.of(*tensors(lanes=3), fresh=False))
     for trainer in (tried, untried):
         trainer.step(cw.Batch.of(*tensors(seed=2)))
@@ -237,7 +237,6 @@ def test_targets_that_a_head_cannot_learn_are_said_in_our_words() -> None:
     refused(CRF(WIDTH, CLASSES), target[..., None], r"the head CRF learns a label for each step; pass \[time, lane\]")
     refused(Sigmoid(WIDTH, CLASSES), torch.full((T, B, CLASSES), 2.0), "contain 2, but a label holds or does not; pass 1 or 0 for each")
     rows = torch.tensor([[0, 1, -1]] * B)
-    refused(Ctc(WIDTH, CLASSES), rows.roll(1, 1), "lane 0 have a label after their end, which is what -1 says", pooled=True)
     short = torch.full((B,), 1)
     refused(
         Ctc(WIDTH, CLASSES), rows, "labels of lane 0 need 2 answers, .*, but the head gives 1 for its 1 steps", lengths=short, pooled=True

@@ -62,7 +62,7 @@ def test_a_history_of_another_shape_is_refused_on_every_plan(plan: dict[str, int
         with pytest.raises(UserError, match=r"history has shape .*; pass \[past - 1 \+ 6, 4, columns\]"):
             Batch.of(x, target, history=torch.randn(shape))
     trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), Forecast(4, 2, 1, linear=True, past_steps=5)), plan=plan)
-    with pytest.raises(UserError, match="the history of the batch has 0 rows before its first step; pass 4 of them"):
+    with pytest.raises(UserError, match=r"but the history of the batch has .* rows; pass Batch\.of"):
         trainer.step(Batch.of(x, target, history=torch.randn(6, 4, 1)))
     trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), Forecast(4, 2, 1, linear=True, past_steps=5)), plan=plan)
     trainer.step(Batch.of(x, target, history=torch.randn(10, 4, 1)))
@@ -78,7 +78,7 @@ def test_a_subclass_of_a_head_that_reads_the_past_is_refused() -> None:
 
 @pytest.mark.parametrize("keep_state", [None, True])
 def test_a_head_that_pools_says_why_it_cannot_go_on(keep_state: bool | None) -> None:
-    why = r"but the head PooledSoftmax pools \(pooled = True\): what it has pooled ends with the batch; pass whole sequences, and remove"
+    why = r"but the head PooledSoftmax pools \(pooled = True\), which ends with the batch; pass whole sequences, and remove"
     model = Model(Numbers(3), cw.LSTM(3, 4), PooledSoftmax(4, 2))
     batch = Batch.of(torch.randn(6, 8, 3), torch.randint(2, (8,)), fresh=False)
     with pytest.raises(UserError, match=why):
@@ -176,9 +176,7 @@ def test_a_hook_that_would_not_be_called_is_refused(part: str, kind: str, late: 
     given = Batch.of(torch.zeros(3, 2, 4), torch.zeros(3, 2))
     trainer = Trainer(net, {}, device="cpu") if late else None
     getattr(net if part == "model" else net.lstm, kind)(lambda *_: None)
-    with pytest.raises(
-        UserError, match=r"the hook on the (model \(Model|layers \(LSTM)\) would not be called: .*; register it on the encoder"
-    ):
+    with pytest.raises(UserError, match=r"the hook on the (model \(Model|layers \(LSTM)\) would not be called; register it on the encoder"):
         (trainer or Trainer(net, {}, device="cpu")).step(given)
 
 

@@ -139,17 +139,3 @@ def test_evaluation_reads_resets() -> None:
     trainer = cw.Trainer(model_of(), {"precision": "fp64"}, plan={"chunk_steps": 3}, keep_state=False)
     # float64, another order of summation
     assert float(trainer.evaluate([packed])) == pytest.approx(float(trainer.evaluate([padded])), rel=1e-12)
-
-
-def test_lanes_go_on_over_windows_with_resets_inside() -> None:
-    """Two windows whose carry is kept have the loss of the same steps as one."""
-    _, packed = both_ways()
-    assert packed.targets is not None
-    assert packed.resets is not None
-    whole, parts = (cw.Trainer(model_of(), {"precision": "fp64"}, keep_state=True) for _ in range(2))
-    cut = [
-        cw.Batch.of(packed.inputs[low:high], packed.targets[low:high], fresh=low == 0, resets=packed.resets[low:high])
-        for low, high in ((0, 4), (4, 7))
-    ]
-    full = cw.Batch.of(packed.inputs, packed.targets, resets=packed.resets)
-    assert float(parts.evaluate(cut)) == pytest.approx(float(whole.evaluate([full])), rel=1e-12)  # float64

@@ -78,20 +78,6 @@ def test_a_step_that_is_skipped_leaves_it_alone() -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name != "head.bias")
 
 
-def test_a_loop_goes_on_bit_for_bit() -> None:
-    whole = cw.Trainer(build(), KEYS)
-    for batch in batches(6):
-        whole.step(batch)
-    begun, again = cw.Trainer(build(), KEYS), cw.Trainer(build(), KEYS)
-    for batch in batches(6)[:3]:
-        begun.step(batch)
-    again.load_state_dict(begun.state_dict())
-    for batch in batches(6)[3:]:
-        again.step(batch)
-    ours, theirs = average(again), average(whole)
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-
-
 def test_a_layer_that_is_unfrozen_later_is_averaged_from_then_on() -> None:
     net = build()
     head = net.head.weight

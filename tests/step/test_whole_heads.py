@@ -73,38 +73,6 @@ def chain() -> Chain:
 heads = pytest.mark.parametrize("make", [chain, Ctc])
 
 
-@pytest.mark.sampled(3)
-@heads
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("plan", [{"micro_batches": 2}, {"micro_batches": 5, "recompute": True}])
-def test_micro_batches_give_the_answer_of_one_device(make: Any, bidirectional: bool, plan: dict[str, Any]) -> None:
-    found = []
-    for each in ({}, plan):
-        trainer = cw.Trainer(model(make, bidirectional=bidirectional), SGD, plan=each)
-        losses = [float(trainer.step(batch(make))) for _ in range(3)]
-        found.append((losses, trainer.gathered()))
-    (losses, weights), (other, others) = found
-    assert losses == pytest.approx(other, rel=1e-11)
-    assert losses[2] < losses[0]
-    for name, tensor in weights.items():
-        torch.testing.assert_close(others[name], tensor, rtol=1e-10, atol=1e-13)
-
-
-@heads
-def test_stages_pass_whole_sequences_on(make: Any) -> None:
-    """Two stages in a row, as two workers would run them."""
-    whole = model(make).eval()
-    given = batch(make)
-    chunk = Chunk(given.lengths)
-    first, second = Stage(whole, 0, 2), Stage(whole, 2, 4)
-    y, _, _ = first(given.inputs, first.start(LANES), chunk)
-    y, _, state = second(y, second.start(LANES), chunk)
-    assert given.targets is not None
-    total, count = second.loss(y, state, given.targets, chunk)
-    alone = cw.Trainer(whole, SGD).evaluate(given)
-    assert float((total / count).detach()) == pytest.approx(float(alone), rel=1e-12)
-
-
 @heads
 def test_chunks_of_time_are_refused(make: Any) -> None:
     name = type(make()).__name__

@@ -118,29 +118,6 @@ def test_chunks_are_the_window(
         assert_same(build(pooled=pooled), [batch_of(7, lengths, pooled=pooled)], Plan(chunk_steps=chunk_steps, micro_batches=micro_batches))
 
 
-@pytest.mark.parametrize("piece", [None, 2])
-@pytest.mark.parametrize(
-    ("options", "windows"),
-    [
-        ({"locked": True}, True),
-        ({"locked": True, "weight_drop": 0.4}, True),
-        ({"layer_norm": True}, True),
-        ({"learned_carry": True}, True),
-        ({"dropout": 0.0, "layers": 3}, True),
-        ({"bias": False}, True),
-        ({"zoneout": 0.3, "recurrent_dropout": 0.2}, True),
-        ({"cell_norm": True}, False),
-    ],
-)
-def test_options_survive_chunks(
-    options: dict[str, Any], windows: bool, piece: int | None, monkeypatch: pytest.MonkeyPatch, held: list[windowed.StackWindow]
-) -> None:
-    if piece is not None:
-        waves(monkeypatch, piece)
-    assert_same(build(**options), [batch_of(9, [9, 4, 0, 7])], Plan(chunk_steps=4, micro_batches=2))
-    assert bool(held) == windows
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("piece", [None, 2])
 @pytest.mark.parametrize("options", [{}, {"locked": True, "weight_drop": 0.4}, {"learned_carry": True}])
@@ -185,20 +162,9 @@ def test_accumulated_batches_carry_on_and_weights_are_packed_once(
     assert len(packed) == 2
 
 
-def test_regularisation_reads_the_outputs_of_chunks() -> None:
-    assert_same(build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3), alpha=2.0, beta=1.0)
-
-
 def test_recomputation_keeps_no_window(held: list[windowed.StackWindow]) -> None:
     assert_same(build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3, recompute=True))
     assert not held
-
-
-def test_frozen_layers() -> None:
-    model = build()
-    for name, parameter in model.lstm.named_parameters():
-        parameter.requires_grad_(name.endswith("l1"))
-    assert_same(model, [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3))
 
 
 class _LastOnly(nn.Module):

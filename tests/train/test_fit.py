@@ -431,7 +431,7 @@ def test_a_trainer_refuses_what_it_cannot_do() -> None:
     trainer = Trainer(model(), {"optimizer": "sgd", "lr": 0.1})
     tokens = torch.arange(24).reshape(6, 4) % 9
     trainer.step(Batch.of(tokens[:5], tokens[1:]), Batch.of(tokens[:5, :2], tokens[1:, :2]))  # all fresh: lanes may differ
-    with pytest.raises(UserError, match="must have as many lanes as the previous one: expected 2, got 3"):
+    with pytest.raises(UserError, match="the carry is of 2 lanes, but the batch has 3"):
         trainer.step(Batch.of(tokens[:5, :3], tokens[1:, :3], fresh=torch.tensor([True, False, True])))
     with pytest.raises(UserError, match="a step takes one or more batches as arguments, got a list"):
         trainer.step([Batch.of(tokens[:5], tokens[1:])])  # type: ignore[arg-type]

@@ -504,7 +504,7 @@ def test_a_trainer_takes_options_from_anywhere_and_says_what_is_wrong() -> None:
         cw.Trainer(nn.Linear(1, 1))
     with pytest.raises(UserError, match=r"a trainer needs a cw.Model or an nn.Module, got str"):
         cw.Trainer("model")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"pools .*: what it has pooled ends with the batch; pass whole sequences, and remove keep_state"):
+    with pytest.raises(UserError, match=r"pools .*, which ends with the batch; pass whole sequences, and remove keep_state"):
         cw.Trainer(own(Largest), keep_state=True)
     with pytest.raises(UserError, match="a step needs a batch"):
         cw.Trainer(own()).step()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Carry(NamedTuple):
+class GRUCarry(NamedTuple):
     """The output of the step before."""
 
     h: Tensor
@@ -33,7 +33,7 @@ def step(gates_BG: Tensor, carry: tuple[Tensor, ...], weights: StepWeights) -> t
 CELL = Cell(
     name="gru",
     gates=3,
-    carry=Carry,
+    carry=GRUCarry,
     step=step,
     forget_gate=1,  # the update gate: open, it keeps h
     kernels=True,

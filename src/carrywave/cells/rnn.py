@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Carry(NamedTuple):
+class RNNCarry(NamedTuple):
     """The output of the step before."""
 
     h: Tensor
@@ -28,7 +28,7 @@ def step(gates_BH: Tensor, carry: tuple[Tensor, ...], weights: StepWeights) -> t
 CELL = Cell(
     name="rnn",
     gates=1,
-    carry=Carry,
+    carry=RNNCarry,
     step=step,
     torch_module="RNN",
     torch_arguments={"nonlinearity": "tanh"},

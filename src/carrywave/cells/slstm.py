@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LEAST = 1e-30  # of the normaliser: a lane that has stored nothing yet divides 0 by it
 
 
-class Carry(NamedTuple):
+class SLSTMCarry(NamedTuple):
     """Output, memory, normaliser and stabiliser."""
 
     h: Tensor
@@ -46,7 +46,7 @@ def step(gates_BG: Tensor, carry: tuple[Tensor, ...], weights: StepWeights) -> t
 CELL = Cell(
     name="slstm",
     gates=4,
-    carry=Carry,
+    carry=SLSTMCarry,
     step=step,
     memory=True,
     free=("h",),  # the others are one number in three parts

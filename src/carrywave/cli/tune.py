@@ -25,7 +25,6 @@ def tune(
     ] = None,
     trials: Annotated[int, typer.Option(min=1, metavar="N", help="Trials in total.")] = 20,
     hours: Annotated[float, typer.Option(min=0, help="Stop after this time, to be continued with --resume; 0: no limit.")] = 0.0,
-    minutes: Annotated[float, typer.Option(min=0, help="The same in minutes, added to --hours.")] = 0.0,
     at_once: Annotated[
         int | None, typer.Option("--at-once", min=1, metavar="N", help="Trials side by side. Default: one for each GPU.")
     ] = None,
@@ -50,8 +49,7 @@ def tune(
 
     space, fixed = space_of(keys)
     base = None if resume and not arguments else set_overrides(read_values(Path(files[0])) if files else {}, fixed)
-    seconds = 3600 * hours + 60 * minutes
-    options = SearchOptions(trials, seconds or None, at_once, device.value, devices, prune, lambda line: typer.echo(printable(line)))
+    options = SearchOptions(trials, 3600 * hours or None, at_once, device.value, devices, prune, lambda line: typer.echo(printable(line)))
     result = run_search(base, space, options, seed=seed, run=run, resume=resume)
     shown = [{name: _text(value) for name, value in row.items() if name != "why"} for row in result.rows]
     show(table_of("trials", shown))

@@ -10,7 +10,7 @@ from torch import nn
 
 from carrywave.exporting.onnx_nodes import Nodes
 from carrywave.model.heads.distributions import FIRST_DF, LEAST_DISPERSION, LEAST_MEAN, LEAST_SCALE, ROUNDNESS, DistributionForecast
-from carrywave.model.heads.forecast import Line
+from carrywave.model.heads.forecast import PastLine
 from carrywave.spec.step_inputs import LEAST_DEVIATION
 
 
@@ -27,7 +27,7 @@ def deviation(nodes: Nodes, past_TBCN: str, dtype: np.dtype[np.generic]) -> str:
     return nodes.add("Unsqueeze", unit_TBC, nodes.constant([2, 4]))
 
 
-def line(nodes: Nodes, part: Line, past_TBCN: str) -> str:
+def line(nodes: Nodes, part: PastLine, past_TBCN: str) -> str:
     """What a linear function of the last values adds, [T, B, K, C, 1]."""
     gaps = nodes.add("Sub", past_TBCN, nodes.slice(past_TBCN, 3, part.weight.shape[1] - 1, part.weight.shape[1]))
     gaps_TBC1N = nodes.add("Unsqueeze", gaps, nodes.constant([3]))

@@ -20,7 +20,7 @@ from carrywave.model.encoders import Embedding, Tables
 from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.ctc import Ctc
-from carrywave.model.heads.forecast import Forecast, Line
+from carrywave.model.heads.forecast import Forecast, PastLine
 from carrywave.model.heads.pooled import Pooled, PooledSoftmax
 from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.heads.word_scores import WordScores
@@ -120,7 +120,7 @@ def _value(
         if module.padding_idx is not None:
             value[module.padding_idx] = 0.0
         return value
-    if isinstance(module, Line | WordScores) or (isinstance(module, Forecast) and module.line is not None):
+    if isinstance(module, PastLine | WordScores) or (isinstance(module, Forecast) and module.line is not None):
         value = torch.zeros(shape)  # the layers add nothing yet to the line
         if isinstance(module, Forecast) and name == "bias" and module.quantiles is not None:
             steps = len(module.quantiles) - 1  # above the first quantile, each a rise of softplus(-log(steps))

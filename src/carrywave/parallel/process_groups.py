@@ -29,6 +29,7 @@ class _Made:
 
     world: Callable[[], dist.ProcessGroup | None] = lambda: None
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # noqa: RUF012
+    forgotten: list[dist.ProcessGroup] = []  # noqa: RUF012  # after a failure; destroyed once nobody uses them
     users: WeakKeyDictionary[dist.ProcessGroup, list[WeakMethod[Callable[[], None]]]] = WeakKeyDictionary()  # noqa: RUF012
     holders: WeakSet[Holder] = WeakSet()  # noqa: RUF012
     spoils = 0  # failures of collective work in this process
@@ -55,7 +56,7 @@ def leave() -> None:
     """Have everything released that holds on to the groups, and forget them, because their world is being left."""
     for holder in list(_Made.holders):
         holder.forget()
-    _Made.groups, _Made.timeout = {}, None
+    _Made.groups, _Made.forgotten, _Made.timeout = {}, [], None
 
 
 def spoil() -> None:
@@ -67,7 +68,21 @@ def agree(exchange: Callable[[str], list[str]]) -> None:
     """Forget all groups if work failed on any worker since the last agreement. Collective: every rank calls it before requesting groups."""
     total = sum(int(text) for text in exchange(str(_Made.spoils)))
     if total != _Made.agreed:
+        _Made.forgotten += _Made.groups.values()
         _Made.groups, _Made.agreed = {}, total
+    _destroy_unused()
+
+
+def _destroy_unused() -> None:
+    """Destroy forgotten groups that nobody uses any more, whose connections and threads would stay for as long as this process. A trainer
+    from before the failure may still use its own.
+    """
+    for group in list(_Made.forgotten):
+        users = _Made.users.get(group, [])
+        # NCCL waits until no CUDA graph holds its work any more: those groups end with their world.
+        if isinstance(group, dist.ProcessGroup) and users and not any(user() for user in users) and dist.get_backend(group) == "gloo":
+            _Made.forgotten.remove(group)
+            drop(group)
 
 
 def agreed() -> int:
@@ -109,7 +124,7 @@ def group(
     world = dist.group.WORLD
     if _Made.world() is not world:
         # The groups of a world that was left are gone.
-        _Made.world, _Made.groups = weakref.ref(world), {}
+        _Made.world, _Made.groups, _Made.forgotten = weakref.ref(world), {}, []
     key = use, tuple(ranks)
     if key not in _Made.groups:
         _Made.groups[key] = dist.new_group(list(ranks), timeout=_Made.timeout, backend=backend, pg_options=options(_Made.timeout))

@@ -42,7 +42,8 @@ class Engine:
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None
     ) -> tuple[StepResult, FlatCarry]:
         """One optimizer step over this worker's lanes; returns its result, valid until the next step, and the carry after it."""
-        marks = self.update.local_marks(votes)
+        several = self.mesh.world.size > 1
+        marks = self.update.local_marks(votes) if several else None
         with span("step"):
             if graphs is not None and self._is_one_piece(batches):
 
@@ -53,7 +54,8 @@ class Engine:
                 result, carry = graphs("step", recorded, batches, tensors, carry, under=self._restarts())
             else:
                 result, carry = self._take(batches, keys, carry, marks, graphs)
-            self.update.check_marks(result)
+            if several:
+                self.update.check_marks(result)
         return result, carry
 
     def _take(
@@ -65,7 +67,7 @@ class Engine:
             self._missed.add(_kind(batches))
         alone = self.mesh.world.size == 1 and not self.gradients.buckets
         result = self._recorded_update(passes, graphs) if graphs is not None and alone else self.update(passes, marks)
-        return result, self._reset(carry)
+        return result, self._reset(carry) if carry and self.resets else carry
 
     def backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None = None
@@ -76,7 +78,7 @@ class Engine:
             passes, carry = self.forward_backward(batches, keys, carry, None)
             result = self.update.divide(passes, marks)
             self.update.check_marks(result)
-        return result, self._reset(carry)
+        return result, self._reset(carry) if carry and self.resets else carry
 
     def forward_backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
@@ -98,7 +100,7 @@ class Engine:
             passes.append(of_pass)
             reached.append(flags)
         self.gradients.end_passes(reached)
-        return total(passes), carry
+        return passes[0] if len(passes) == 1 else total(passes), carry
 
     def _pass(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, *, final: bool = False
@@ -125,9 +127,8 @@ class Engine:
         optimizer = self.update.optimizer
         return (optimizer.restarts,) if isinstance(optimizer, NTASGD) else ()
 
-    def _reset(self, carry: FlatCarry) -> FlatCarry:
-        if not carry or not self.resets:
-            return carry
+    def _reset(self, carry: list[Tensor]) -> FlatCarry:
+        """The carry, anew in lanes in which it is not finite."""
         stage = self.compute.stage
         return reset_nonfinite_lanes(stage.carries(carry), stage.start(carry[0].shape[1], self.mesh.device).detach().carries)
 

@@ -93,8 +93,9 @@ class Gradients:
         self._armed = False
         self._pending: Callable[[Tensor], bool] = _nothing
         for each in sums:
-            # Backward reaches the last layers first.
-            for part in by_dtype(each.parameters[::-1]) or ([[]] if numbers and self.numbers is None else []):
+            # Backward reaches the last layers first. The numbers are real, so complex parameters come last.
+            parts = sorted(by_dtype(each.parameters[::-1]), key=lambda part: part[0].is_complex())
+            for part in parts or ([[]] if numbers and self.numbers is None else []):
                 self._add_summed(each, part, numbers if self.numbers is None else 0, bucket_bytes)
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
         for part in by_dtype([p for p in self.trained if id(p) not in self._bucket_of]):

@@ -135,7 +135,7 @@ class Trainer:
         self.position = Position()
         self._state_set = False  # by the user, since the last step
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
-        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then recorded only if that is recordable.
+        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks, and nothing is recorded.
         scale = None if self.scaler is None else self.scaler.scale
         self.compute = Compute(
             self.stage, self.within, self.spec, keep_state=self.keep_state, uncut_time=self.model.reads_whole, scale=scale
@@ -185,9 +185,7 @@ class Trainer:
         local_batches = self._local(batches, keys)
         carry, local_batches = self._carry(local_batches, position)
         hooked = self.hooks.any_registered(self._optimizer)  # also refuses some
-        clock = self.compute.clock
-        # A replay would not run a hook, nor ask a clock.
-        graphs = None if hooked or (clock is not None and not clock.recordable) else self.capture
+        graphs = None if hooked or self.compute.clock is not None else self.capture  # a replay would not run a hook, nor ask a clock
         run = self.engine.step if applies else self.engine.backward
         try:
             with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off() if hooked else nullcontext():
@@ -207,7 +205,8 @@ class Trainer:
             self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
         arguments.check_batches(batches, self.model, keep_state=self.keep_state)
         arguments.check_surroundings(self.spec, self.device)
-        self._follow()
+        if self._followed.changed():
+            self._switch()
         if several:
             self.agreement.before(batches, self.optimizer, position.counted)
         return arguments.check_lanes(batches, position.lanes) if self.keep_state else position.lanes
@@ -280,7 +279,8 @@ class Trainer:
         self.user_gradients.check_trained()
         with raise_on_all(self.mesh.world):
             unapplied, grads = self.user_gradients.taken()
-        self._follow()
+        if self._followed.changed():
+            self._switch()
         for parameter in self.held.parameters.values():
             parameter.grad = grads[id(parameter)] if parameter.requires_grad else None
         with span("update"), self.hooks.put_off():
@@ -330,7 +330,8 @@ class Trainer:
         """On rank 0, all that is needed to resume under any plan: weights, optimizer, carry, position. Empty elsewhere. Collective."""
         self.user_gradients.check_applied()
         check_unsaved(self.spec.sync)
-        self._follow()  # what has been unfrozen since the last step has a state too, its first
+        if self._followed.changed():
+            self._switch()  # what has been unfrozen since the last step has a state too, its first
         self.check_unbroken()
         self.agreement.settle()
         return trainer_state.state_dict(self._stateful, self.position)
@@ -374,10 +375,8 @@ class Trainer:
             self.model, self.held, self.named, self.compute, self.optimizer, self.scaler, checks, guards_weights=self.guards_weights
         )
 
-    def _follow(self) -> None:
-        """If other parameters are trained than before, switch to these, without gradients. Collective if there are."""
-        if not self._followed.changed():
-            return
+    def _switch(self) -> None:
+        """Other parameters are trained than before: switch to these, without gradients. Collective: every rank must call it."""
         if self.sync is not None:
             raise UserError(f"with train.sync={self.spec.sync} the trained parameters are fixed; set requires_grad before the Trainer")
         for parameter in self.held.parameters.values():

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from carrywave.cells.gru import Carry
+from carrywave.cells.gru import GRUCarry
 from carrywave.kernels import torch_kernels
 from carrywave.kernels.carry import AnyCarry
 from carrywave.kernels.lengths import last_real, real_steps
@@ -35,7 +35,7 @@ def layer(
 
     def run(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights, way: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:
         [h_BH] = parts
-        y_TBH, end = torch_kernels.cut_at_resets(partial(_run, weights=(each,)), x_TBI, Carry(h_BH[None]), way)
+        y_TBH, end = torch_kernels.cut_at_resets(partial(_run, weights=(each,)), x_TBI, GRUCarry(h_BH[None]), way)
         if real_TB1 is None or lengths_B is None:
             return y_TBH, [end[0][0]]
         y_TBH = torch.where(real_TB1, y_TBH, 0.0)

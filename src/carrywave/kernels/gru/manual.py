@@ -166,8 +166,8 @@ def _plain(resets_TB: Tensor | None, lengths_B: Tensor | None) -> derivatives.Pl
 
     def run(x_TBI: Tensor, h_BH: Tensor, *others: Any) -> tuple[Tensor, ...]:
         *weights, first_h_1H = others
-        marks = None if resets_TB is None else StepMarks(resets_TB, gru.Carry(first_h_1H[None]))
-        y_TBH, [end_DBH] = reference.layer(x_TBI, gru.Carry(h_BH[None]), (LayerWeights(*weights),), lengths_B, gru.CELL, marks=marks)
+        marks = None if resets_TB is None else StepMarks(resets_TB, gru.GRUCarry(first_h_1H[None]))
+        y_TBH, [end_DBH] = reference.layer(x_TBI, gru.GRUCarry(h_BH[None]), (LayerWeights(*weights),), lengths_B, gru.CELL, marks=marks)
         return y_TBH, end_DBH[0]
 
     return run

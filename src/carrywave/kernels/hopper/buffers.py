@@ -42,7 +42,7 @@ class Activations(NamedTuple):
         )
 
 
-class Gradients(NamedTuple):
+class LayerGradients(NamedTuple):
     """What the backward of one layer writes."""
 
     gates_NQ: Tensor
@@ -51,11 +51,11 @@ class Gradients(NamedTuple):
     bias_CEQ: Tensor
     resets_CEP2: Tensor | None  # of what resets put into the memory and into h, if that is learned
 
-    def part(self, span: Span, lanes: int, pieces: slice) -> Gradients:
+    def part(self, span: Span, lanes: int, pieces: slice) -> LayerGradients:
         """Some steps of the same, which are these pieces."""
         rows = slice(span[0] * lanes, span[1] * lanes)
         resets = None if self.resets_CEP2 is None else self.resets_CEP2[pieces]
-        return Gradients(
+        return LayerGradients(
             self.gates_NQ[rows], self.ring[pieces], (self.starts[0][pieces], self.starts[1][pieces]), self.bias_CEQ[pieces], resets
         )
 

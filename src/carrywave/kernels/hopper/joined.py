@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels.hopper import recurrence
-from carrywave.kernels.hopper.buffers import Activations, Ends, Gradients
+from carrywave.kernels.hopper.buffers import Activations, Ends, LayerGradients
 from carrywave.kernels.hopper.layout import LayerShape
-from carrywave.kernels.hopper.recurrence import Dealt, Packed
+from carrywave.kernels.hopper.recurrence import Packed, SortedLanes
 
 
 class ForwardLayer(NamedTuple):
@@ -62,7 +62,7 @@ class Turned(NamedTuple):
     w_ih_JQ: Tensor | None = None  # transposed; None where only the product of all steps needs it
 
 
-def forward(shape: LayerShape, packs: Sequence[Packed], layers: Sequence[Activations], piece: int, dealt: Dealt) -> None:
+def forward(shape: LayerShape, packs: Sequence[Packed], layers: Sequence[Activations], piece: int, dealt: SortedLanes) -> None:
     """Run the layers over one piece, to which all buffers but the memory at the ends of pieces are cut."""
     lowest = layers[0]
     assert lowest.inputs_NJ is not None
@@ -85,11 +85,11 @@ def backward(
     shape: LayerShape,
     weights: Sequence[Turned],
     layers: Sequence[Activations],
-    grads: Sequence[Gradients],
+    grads: Sequence[LayerGradients],
     grad_y_TBP: Tensor,
     ends: Sequence[Ends],
     piece: int,
-    dealt: Dealt,
+    dealt: SortedLanes,
     dx_NJ: Tensor | None,
     *,
     after: bool,
@@ -113,7 +113,7 @@ def backward(
 
 
 def launch_forward(
-    shape: LayerShape, layers: Sequence[ForwardLayer], dealt: Dealt, lanes: int, steps: int, *, kept: bool, mask_steps: bool
+    shape: LayerShape, layers: Sequence[ForwardLayer], dealt: SortedLanes, lanes: int, steps: int, *, kept: bool, mask_steps: bool
 ) -> None:
     """Compute h, gates and memory of all layers at all steps. `mask_steps`: masks differ from step to step."""
     hs_SBP = layers[0].hs_SBP
@@ -124,7 +124,7 @@ def launch_backward(
     shape: LayerShape,
     layers: Sequence[BackwardLayer],
     ring: Tensor,
-    dealt: Dealt,
+    dealt: SortedLanes,
     lanes: int,
     steps: int,
     *,

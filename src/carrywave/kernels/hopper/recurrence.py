@@ -36,7 +36,7 @@ class Packed(NamedTuple):
     turned_ih_JQ: Tensor | None = None  # input weights transposed, for backward of layers in one launch
 
 
-class Dealt(NamedTuple):
+class SortedLanes(NamedTuple):
     """Lengths, and lanes from longest to shortest: None if every step is real."""
 
     order_B: Tensor | None
@@ -102,7 +102,7 @@ def forward(
     cells_TBP: Tensor | None,
     first_c_BP: Tensor,
     last_c_BP: Tensor,
-    dealt: Dealt,
+    dealt: SortedLanes,
     marks: LayerMarks,
 ) -> None:
     """Compute h, gates and the cell's memory of all steps, and the last memory. Without cells nothing is kept for backward."""
@@ -135,7 +135,7 @@ def backward(
     grad_first: tuple[Tensor, Tensor],
     bias_EQ: Tensor,
     ring: Tensor,
-    dealt: Dealt,
+    dealt: SortedLanes,
     marks: LayerMarks,
     of_resets_EP2: Tensor | None,
     after_BQ: Tensor | None = None,
@@ -215,18 +215,18 @@ def unpack(
     return dw_ih, dw_hh, db
 
 
-def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[Dealt]:
+def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[SortedLanes]:
     """For each chunk: the real steps of each lane in it, and the lanes from longest to shortest."""
     lanes, chunks = lengths_B.shape[0], -(-steps // chunk_steps)
     if lanes > _MOST_SORTED:
         order_B = torch.argsort(lengths_B, descending=True, stable=True).to(torch.int32)
         firsts = range(0, steps, chunk_steps)
-        return [Dealt(order_B, (lengths_B - first).clamp(0, min(chunk_steps, steps - first)).to(torch.int32)) for first in firsts]
+        return [SortedLanes(order_B, (lengths_B - first).clamp(0, min(chunk_steps, steps - first)).to(torch.int32)) for first in firsts]
     order_B, left_CB = like.new_empty(lanes, dtype=torch.int32), like.new_empty(chunks, lanes, dtype=torch.int32)
     _simple("deal", like, LENGTHS)(
         (1, 1, 1), (-(-lanes // 32) * 32, 1), _words(lengths_B), lanes, steps, chunk_steps, chunks, order_B, left_CB
     )
-    return [Dealt(order_B, left_B) for left_B in left_CB]
+    return [SortedLanes(order_B, left_B) for left_B in left_CB]
 
 
 def real_rows(x_TBI: Tensor, lengths_B: Tensor) -> Tensor:

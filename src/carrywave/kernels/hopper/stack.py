@@ -19,10 +19,10 @@ from torch import Tensor
 from carrywave.kernels import pass_cache
 from carrywave.kernels.hopper import joined as joining
 from carrywave.kernels.hopper import recurrence
-from carrywave.kernels.hopper.buffers import NOTHING, Activations, Ends, Gradients, LayerMarks, steps_of
+from carrywave.kernels.hopper.buffers import NOTHING, Activations, Ends, LayerGradients, LayerMarks, steps_of
 from carrywave.kernels.hopper.joined import Turned
 from carrywave.kernels.hopper.layout import LayerShape, Wave
-from carrywave.kernels.hopper.recurrence import Dealt, Packed
+from carrywave.kernels.hopper.recurrence import Packed, SortedLanes
 from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Span
 
@@ -64,7 +64,7 @@ def activations(
     return made
 
 
-def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int, *, learned: bool = False) -> list[Gradients]:
+def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int, *, learned: bool = False) -> list[LayerGradients]:
     """Buffers for the backward of these layers."""
     made = []
     for number, layer in enumerate(layers):
@@ -73,7 +73,7 @@ def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int, *, 
         h, memory = (layer.hs_SBP.new_empty(pieces, lanes, shape.width * each, dtype=torch.float32) for each in (1, shape.memory))
         bias = layer.hs_SBP.new_empty(pieces, shape.groups, 4 * shape.width, dtype=torch.float32)
         of_resets = bias.new_empty(pieces, shape.groups, shape.width, 2) if learned else None
-        made.append(Gradients(*recurrence.gradients(layer.gates_NQ, shape, launches), (h, memory), bias, of_resets))
+        made.append(LayerGradients(*recurrence.gradients(layer.gates_NQ, shape, launches), (h, memory), bias, of_resets))
     return made
 
 
@@ -82,7 +82,7 @@ def forward(
     packs: Sequence[Packed],
     layers: Sequence[Activations],
     spans: Sequence[Span],
-    dealt: Sequence[Dealt],
+    dealt: Sequence[SortedLanes],
     marks: Sequence[LayerMarks],
 ) -> None:
     """Run the layers over these pieces."""
@@ -124,11 +124,11 @@ def backward(
     wave: Wave,
     weights: Sequence[Turned],
     layers: Sequence[Activations],
-    grads: Sequence[Gradients],
+    grads: Sequence[LayerGradients],
     grad_y_TBP: Tensor,
     ends: Sequence[Ends],
     spans: Sequence[Span],
-    dealt: Sequence[Dealt],
+    dealt: Sequence[SortedLanes],
     dx_NJ: Tensor | None,
     marks: Sequence[LayerMarks],
     finish: Callable[[int], None] | None = None,
@@ -181,11 +181,11 @@ def _backward_joined(
     shape: LayerShape,
     weights: Sequence[Turned],
     layers: Sequence[Activations],
-    grads: Sequence[Gradients],
+    grads: Sequence[LayerGradients],
     grad_y_TBP: Tensor,
     ends: Sequence[Ends],
     spans: Sequence[Span],
-    dealt: Sequence[Dealt],
+    dealt: Sequence[SortedLanes],
     dx_NJ: Tensor | None,
     finish: Callable[[int], None] | None,
     *,
@@ -234,7 +234,7 @@ def weight_products(
             torch.bmm(*of_heads, out=into_hh.view(-1, 4 * units, units))
 
 
-def initial_gradients(layer: Gradients, turned_PQ: Tensor, marks: LayerMarks) -> tuple[Tensor, Tensor]:
+def initial_gradients(layer: LayerGradients, turned_PQ: Tensor, marks: LayerMarks) -> tuple[Tensor, Tensor]:
     """The gradients [P] of what resets put into h and into the memory."""
     assert marks.resets is not None
     assert layer.resets_CEP2 is not None

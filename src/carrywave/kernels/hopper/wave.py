@@ -27,7 +27,7 @@ from carrywave.kernels.hopper import recurrence, stack
 from carrywave.kernels.hopper.buffers import Activations, Ends
 from carrywave.kernels.hopper.joined import Turned
 from carrywave.kernels.hopper.layout import Wave
-from carrywave.kernels.hopper.recurrence import Dealt, Packed
+from carrywave.kernels.hopper.recurrence import Packed, SortedLanes
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
 
@@ -116,7 +116,7 @@ class _Stack(torch.autograd.Function):
         hidden = given[0][2].shape[0] // by_name(wave.shape.cell).gates
         like, kept = x_TBI.new_empty(0), wanted and any(ctx.needs_input_grad)
         spans = stack.spans_of(steps, wave.chunk_steps)
-        dealt = [Dealt(None, None) for _ in spans] if lengths_B is None else recurrence.deal(lengths_B, steps, wave.chunk_steps, like)
+        dealt = [SortedLanes(None, None) for _ in spans] if lengths_B is None else recurrence.deal(lengths_B, steps, wave.chunk_steps, like)
         resets = marking.resets_of(None if marks is None or marks[0] is None else marks[0].resets)
         marked = marking.marks_of(marks, len(given), resets, wave.shape, x_TBI)
         masks = [padded_mask(each[6], wave, like) for each in given]
@@ -151,7 +151,7 @@ class _Stack(torch.autograd.Function):
         count, of_layer = len(ctx.dtypes), len(Activations._fields) + len(Turned._fields)
         each = [saved[number * of_layer : (number + 1) * of_layer] for number in range(count)]
         layers, weights = [Activations(*tensors[:-3]) for tensors in each], [Turned(*tensors[-3:]) for tensors in each]
-        dealt = [Dealt(*pair) for pair in zip(*[iter(saved[count * of_layer :])] * 2, strict=True)]
+        dealt = [SortedLanes(*pair) for pair in zip(*[iter(saved[count * of_layer :])] * 2, strict=True)]
         wants = list(zip(*[iter(ctx.needs_input_grad[5:])] * _OF_LAYER, strict=True))
         grads = stack.gradients(layers, wave.back, len(spans), learned=marked[0].memory_P is not None)
         inputs_NJ = layers[0].inputs_NJ

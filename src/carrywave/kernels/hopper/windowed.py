@@ -26,9 +26,9 @@ from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.deferred_gradients import Deferred, deferred_for
 from carrywave.kernels.hopper import marks as marking
 from carrywave.kernels.hopper import recurrence, stack, wave
-from carrywave.kernels.hopper.buffers import Activations, Ends, Gradients, LayerMarks, Resets
+from carrywave.kernels.hopper.buffers import Activations, Ends, LayerGradients, LayerMarks, Resets
 from carrywave.kernels.hopper.layout import Wave
-from carrywave.kernels.hopper.recurrence import Dealt
+from carrywave.kernels.hopper.recurrence import SortedLanes
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Window, WindowChunk
@@ -135,22 +135,22 @@ class StackWindow:
         self.parts: list[list[Activations]] = []  # by chunk
         self.rows: list[Tensor] = []  # inputs of the first layer, by chunk
         self.marks: list[list[LayerMarks]] = []  # of the layers, by chunk
-        self.grads: list[Gradients] = []  # made by the first backward
+        self.grads: list[LayerGradients] = []  # made by the first backward
         self.started = len(window.spans)  # the earliest chunk whose backward has run
         self.reached = 0  # chunks up to the latest one whose backward has run
         self.unsummed = (0, 0)  # the chunks whose weight gradients are pending
 
-    def _deal(self, window: Window) -> list[Dealt]:
+    def _deal(self, window: Window) -> list[SortedLanes]:
         """The lengths of all pieces, the same for all layers that are cut like this one."""
         if self.lengths_B is None:
-            return [Dealt(None, None)] * self.pieces[-1].stop
+            return [SortedLanes(None, None)] * self.pieces[-1].stop
         key = "dealt", self.how.chunk_steps
         if key not in window.kept:
             window.kept[key] = self._dealt(self.lengths_B)
-        dealt: list[Dealt] = window.kept[key]
+        dealt: list[SortedLanes] = window.kept[key]
         return dealt
 
-    def _dealt(self, lengths_B: Tensor) -> list[Dealt]:
+    def _dealt(self, lengths_B: Tensor) -> list[SortedLanes]:
         piece = self.how.chunk_steps
         if len(self.spans[0]) == 1 or self.chunks[0][1] % piece == 0:  # pieces of one size
             return recurrence.deal(lengths_B, self.steps, min(self.chunks[0][1], piece), self.like)

@@ -67,7 +67,7 @@ class Forecast(nn.Module):
         self.weight = nn.Parameter(torch.empty(numbers, width).uniform_(-(width**-0.5), width**-0.5))
         self.bias = nn.Parameter(torch.zeros(numbers))
         self.past_steps, self.scaled = past_steps, scaled
-        self.line = Line(horizon, outputs, past_steps) if linear else None
+        self.line = PastLine(horizon, outputs, past_steps) if linear else None
 
     @property
     def past_columns(self) -> int:
@@ -110,7 +110,7 @@ class Forecast(nn.Module):
         return self.score(self(y_TBW, past_TBCN), target_TBKC, **keyword(weights))
 
 
-class Line(nn.Module):
+class PastLine(nn.Module):
     """A linear function of the last N values of each column less the last one, for each step ahead. It starts at zero: `Task.model` sets it
     to the ridge solution.
     """

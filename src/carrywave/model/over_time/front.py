@@ -35,7 +35,7 @@ def shorter(steps: Steps, stride: int) -> Steps:
     return steps if stride == 1 else (steps + (stride - 1)) // stride
 
 
-class Convolution(nn.Conv1d):
+class TimeConvolution(nn.Conv1d):
     """torch's, under a name of ours: where it is used, it is given whole sequences."""
 
 
@@ -114,7 +114,7 @@ class Front(nn.Module):
         self.convolutions = nn.ModuleList()
         self.norms = nn.ModuleList()
         for layer in listed:
-            self.convolutions.append(Convolution(width, layer.channels, layer.kernel, layer.stride, layer.kernel // 2))
+            self.convolutions.append(TimeConvolution(width, layer.channels, layer.kernel, layer.stride, layer.kernel // 2))
             self.norms.append(nn.LayerNorm(layer.channels) if norm == "step" else SequenceNorm(layer.channels))
             width = layer.channels
         self.width = width

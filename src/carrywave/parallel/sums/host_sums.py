@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from carrywave.parallel.memory.host_memory import shared_by
 from carrywave.parallel.sums.group_sums import GroupSum, Working, added_up
 
-LEAST_BYTES = 1 << 18  # of a tensor, below which it takes longer to meet twice than to send the numbers
+LEAST_BYTES = 1 << 20  # of a tensor, below which it takes longer to meet twice than to send the numbers in one message
 
 
 @dataclass(frozen=True)

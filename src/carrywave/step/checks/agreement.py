@@ -5,17 +5,16 @@ Without a GPU, the rows are compared at once, before any weight changes. With on
 long been computed and nothing has to wait for them. All workers compare after the same step, whatever device they use, so either all of
 them raise or none does.
 
-A user's first batches are compared before anything is computed, because workers of a pipeline would wait for messages that never come.
+A user's first batches are compared before anything is computed. In a pipeline all of them are, because workers would wait for messages that
+never come; our own loop gives all workers the same.
 """
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +27,23 @@ from carrywave.parallel.rows import Exchange, gather_rows
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text
 
-# What is compared, in column order, and how to fix a mismatch.
-REMEDIES = {
-    "batches": "pass the same whole batches to every worker, at the same steps; each takes its own lanes",
-    "contents": "pass the same whole batch to every worker; each takes its own lanes",
-    "optimizer": "use the same learning rate and other optimizer settings on all workers",
-    "weights": "once the trainer is created, change weights in the same way on all workers, or not at all",
-}
+# How to fix a mismatch, by the columns of a row.
+REMEDIES = (
+    "pass the same whole batches to every worker, at the same steps; each takes its own lanes",
+    "pass the same whole batch to every worker; each takes its own lanes",
+    "use the same learning rate and other optimizer settings on all workers",
+    "once the trainer is created, change weights in the same way on all workers, or not at all",
+)
 BATCHES, CONTENTS, OPTIMIZER, WEIGHTS = range(len(REMEDIES))
 HASHED_BYTES = 1 << 20  # hashed per tensor; a longer one is sampled evenly down to this size
 CHUNK = 1 << 20  # most elements of one weight that a step checks
 SEEN_AT_ONCE = 1 << 18  # elements of small weights checked together on the CPU; on a GPU each costs a launch, so one at a time
 _BELOW = (1 << 40) - 1
-Piece = tuple[Callable[[], Tensor | None], int]  # getter of a weight or buffer, and the first element to check
+Piece = tuple[Mapping[str, Tensor | None], str, int]  # where a weight or buffer is, its name there, and the first element to check
 
 
 @dataclass(frozen=True)
-class StepInputs:
+class WorkerInputs:
     """A description of what one worker was given for a step; checksums of the descriptions are compared."""
 
     batches: str
@@ -68,14 +67,12 @@ class Agreement:
         self._looks = len(set(kinds)) == 1
         self._pieces = _pieces(held, model, SEEN_AT_ONCE if mesh.device.type == "cpu" else 1)
         self._steps = 0
-        self._given: StepInputs | None = None
-        self._values: list[dict[str, Any]] | None = None  # the optimizer's settings, and the same in words
-        self._worded = ""
+        self._given: WorkerInputs | None = None
         self._on_device: list[Tensor] = []  # checksums of tensors on a GPU
-        self._rows: tuple[Later, StepInputs | None] | None = None
+        self._rows: tuple[Later, WorkerInputs | None] | None = None
 
     def before(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, earlier: int = 0) -> None:
-        """Record the step's inputs. A user's first batches are compared before anything is computed.
+        """Record the step's inputs. A user's first batches, and in a pipeline all of them, are compared before anything is computed.
 
         `earlier`: batches that the trainer has counted.
         """
@@ -92,21 +89,20 @@ class Agreement:
                 self._on_device += [sum_of(tensor, weighted=True) for tensor in given if tensor is not None and tensor.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
         what = f"{many} of {where}, batch {earlier + 1} of the loop" if own else many
-        self._given = StepInputs(what, self._settings(optimizer), contents)
-        if own and not self._steps:
+        self._given = WorkerInputs(what, _settings(optimizer), contents)
+        if own and (not self._steps or self.mesh.plan.stages > 1):
             self._gather(self._given)
 
     def unbroken(self, *, broken: bool) -> None:
         """Raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
         if self.mesh.world.size > 1:
-            self._gather(StepInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
+            self._gather(WorkerInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
         if broken:  # on every rank
             raise WorkerError(
-                "an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all workers, and "
-                "load into it what trainer.state_dict() returned before"
+                "an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all, and load a state"
             )
 
-    def _gather(self, given: StepInputs) -> None:
+    def _gather(self, given: WorkerInputs) -> None:
         """Compare a row of every rank. Collective."""
         world = self.mesh.world
         self._compare(gather_rows(Exchange.INPUTS, [*given.numbers, 0], world.size, world.group), given, self._steps)
@@ -117,12 +113,12 @@ class Agreement:
             return
         what = "no more batches to evaluate" if batch is None else f"a batch of {_size(batch)} to evaluate"
         contents = 0 if batch is None or batch.part_of is not None else _checksum(batch, 0, self._steps)
-        self._gather(StepInputs(what, "", contents))
+        self._gather(WorkerInputs(what, "", contents))
 
     @property
     def columns(self) -> int:
         """The number of checksums in a row; none with a single worker."""
-        return 0 if self.mesh.world.size == 1 else len(REMEDIES)
+        return len(REMEDIES) if self.mesh.world.size > 1 else 0
 
     def marks(self) -> Tensor:
         """This worker's row of checksums."""
@@ -152,9 +148,9 @@ class Agreement:
         self._rows = None
         self._compare(rows.read(), given, self._steps - 2)
 
-    def _compare(self, rows: Sequence[Sequence[float]], given: StepInputs | None, step: int) -> None:
+    def _compare(self, rows: Sequence[Sequence[float]], given: WorkerInputs | None, step: int) -> None:
         at = self.mesh.ranks
-        for column, remedy in enumerate(REMEDIES.values()):
+        for column, remedy in enumerate(REMEDIES):
             for rank, row in enumerate(rows):
                 # Stages hold different weights; replicas of a stage hold the same.
                 first = at[at.index(rank) % self.mesh.plan.stages] if column == WEIGHTS else 0
@@ -163,64 +159,51 @@ class Agreement:
                         WorkerError(f"{self._difference(column, rank, first, given)} (step {step + 1} of the trainer); {remedy}")
                     )
 
-    def _difference(self, column: int, rank: int, first: int, given: StepInputs | None) -> str:
+    def _difference(self, column: int, rank: int, first: int, given: WorkerInputs | None) -> str:
         """Describe the mismatch. Every worker has found the same one, so all of them reach this collective."""
         if column == CONTENTS:
             return f"rank {rank} got a different batch than rank {first}"
         if column == WEIGHTS:
             return f"the weights of rank {rank} differ from those of rank {first}"
-        words = [given.batches, given.optimizer] if given else ["", ""]
-        told = [json.loads(text) for text in all_gather_text(self.mesh.world, json.dumps(words))]
-        which = 0 if column == BATCHES else 1
-        theirs, ours = _apart(told[rank][which], told[first][which])
+        words = "" if given is None else given.batches if column == BATCHES else given.optimizer
+        told = all_gather_text(self.mesh.world, words)
+        theirs, ours = _apart(told[rank], told[first])
         verb = "got" if column == BATCHES else "has"
         return f"rank {rank} {verb} {theirs}, but rank {first} {verb} {ours}"
 
-    def _settings(self, optimizer: torch.optim.Optimizer) -> str:
-        """The optimizer's settings in words, put together again only if one has changed."""
-        values = _values(optimizer)
-        if values != self._values:
-            self._values, self._worded = values, _worded(optimizer, values)
-        return self._worded
-
     def _weights(self) -> Tensor:
         """A checksum of some of the weights, different ones at each step. It sums integers, so the order of summation does not matter."""
-        if not self._pieces or not self._looks:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, (find, low) in enumerate(self._pieces[self._steps % len(self._pieces)]):
-            found = find()
-            if found is not None and not found.is_meta:
+        pieces = self._pieces[self._steps % len(self._pieces)] if self._pieces and self._looks else []
+        for number, (store, name, low) in enumerate(pieces):
+            found = store.get(name)
+            if found is not None:
                 # A different factor for each piece keeps differences from cancelling. All sums are below 2**53, so exact in float64.
                 total = total + (number % 31 + 1) * sum_of(found.detach().reshape(-1)[low : low + CHUNK])
         return total
 
 
 def _pieces(held: Mapping[str, nn.Parameter], model: nn.Module, together: int) -> list[list[Piece]]:
-    """Group all weights and buffers; each step checks one group."""
-    sized: list[tuple[int, Piece]] = [(p.numel(), (partial(_itself, p), low)) for p in held.values() for low in range(0, p.numel(), CHUNK)]
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.numel():
-                # Looked up by name, because a buffer may be reassigned.
-                sized.append((buffer.numel(), (partial(module._buffers.get, name), 0)))
+    """All weights and buffers in groups, one of which each step checks. They are looked up by name, because a buffer may be reassigned."""
+    places: list[tuple[Mapping[str, Tensor | None], str]] = [(held, name) for name in held]
+    # TorchScript's buffers are made anew on every access.
+    places += [(kept, name) for module in model.modules() if isinstance(kept := module._buffers, dict) for name in kept]
     groups: list[list[Piece]] = []
     room = 0
-    for size, piece in sized:
-        if not groups or size > room:
-            groups.append([])
-            room = together
-        groups[-1].append(piece)
-        room -= size
+    for store, name in places:
+        tensor = store[name]
+        for low in range(0, 0 if tensor is None or tensor.is_meta else tensor.numel(), CHUNK):
+            assert tensor is not None
+            if not groups or tensor.numel() > room:
+                groups.append([])
+                room = together
+            groups[-1].append((store, name, low))
+            room -= tensor.numel()
     return groups
 
 
 def _size(batch: Batch) -> str:
     return f"{batch.inputs.shape[0]} steps x {batch.inputs.shape[1]} lanes"
-
-
-def _itself(parameter: Tensor) -> Tensor:
-    return parameter
 
 
 def _kind(device: torch.device) -> str:
@@ -259,33 +242,17 @@ def _checksum(batch: Batch, start: int, turn: int) -> int:
     return start
 
 
-def _values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Every setting of the optimizer, by group; a learning rate on a GPU is left out, because reading it would block."""
-    return [
-        {
-            name: value.item() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params" and _readable(value)
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _worded(optimizer: torch.optim.Optimizer, values: Sequence[Mapping[str, Any]]) -> str:
-    groups = [", ".join(f"{name} {short(str(value))}" for name, value in sorted(group.items())) for group in values]
+def _settings(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer's settings in words; a learning rate on a GPU is left out, because reading it would block."""
+    plain = (int, float, bool, str, tuple, list, type(None))
+    groups: list[str] = []
+    for group in optimizer.param_groups:
+        values = {name: float(value) if isinstance(value, Tensor) and not value.is_cuda else value for name, value in group.items()}
+        groups.append(", ".join(f"{name} {value}" for name, value in values.items() if name != "params" and isinstance(value, plain)))
     return f"{type(optimizer).__name__}, {' and '.join(groups)}"
 
 
-def _readable(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.device.type == "cpu" and value.numel() == 1
-    return isinstance(value, int | float | bool | str | tuple | list | None.__class__)
-
-
-def _apart(first: str, second: str) -> tuple[str, str]:
-    """The entries in which two comma-separated lists differ."""
-    ours, theirs = first.split(", "), second.split(", ")
-    if len(ours) != len(theirs):
-        return short(first), short(second)
-    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
-    return short(", ".join(a for a, _ in pairs)), short(", ".join(b for _, b in pairs))
+def _apart(ours: str, theirs: str) -> tuple[str, str]:
+    """The first entries in which two comma-separated lists differ."""
+    pairs = zip_longest(ours.split(", "), theirs.split(", "), fillvalue="nothing more")
+    return next((short(one), short(other)) for one, other in pairs if one != other)

@@ -18,7 +18,6 @@ from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.front import Front
 from carrywave.model.sample_weights import check_weights
 from carrywave.model.stage import Stage, State, check_resets
-from carrywave.model.vocabulary.spelled_words import SpelledWords
 from carrywave.parallel.world import World, check_agreement
 from carrywave.spec.defaults import AUTO
 from carrywave.spec.load import parse
@@ -32,15 +31,6 @@ from carrywave.step.precision import parameter_dtype
 OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas", "ema")
 Lanes = tuple[int, ...]  # the numbers of all lanes of a batch, in its order
 STEP_KEYS = {*OPTIMIZER_KEYS, *READ_BY, "precision", "clip", "seed", "alpha", "beta", "on_nan", "sync"}
-INSTEAD = {
-    "accumulate": "pass several batches to one trainer.step",
-    "epochs": "write the loop over epochs yourself",
-    "max_steps": "end the loop yourself",
-    "warmup": "call trainer.set_lr before each step",
-    "hold": "call trainer.set_lr before each step",
-    "schedule": "call trainer.set_lr before each step, or pass your own optimizer and use its scheduler",
-    "snapshot_every": "save trainer.state_dict() yourself",
-}
 
 
 def as_model(given: Any, loss: Loss | None) -> Model | OpaqueModel:
@@ -56,9 +46,9 @@ def check_loss(loss: Loss | None, model: object) -> None:
     if not callable(loss):
         raise UserError(f"loss is a {type(loss).__name__}; pass a function (out, target) -> (sum, count)")
     if isinstance(model, Model):
+        head = type(model.head).__name__
         raise UserError(
-            f"loss=... does not apply to a cw.Model, whose head {type(model.head).__name__} computes the loss; "
-            "define loss(y, target) -> (sum, count) there, and remove loss=..."
+            f"loss=... does not apply to a cw.Model: define loss(y, target) -> (sum, count) in its head {head}, and remove loss=..."
         )
     if model is None or isinstance(model, Mapping):
         raise UserError(
@@ -84,9 +74,7 @@ def check_spec(spec: TrainSpec, *, user_optimizer: bool) -> None:
             remedy = "average with torch.optim.swa_utils.AveragedModel" if key == "ema" else f"remove train.{key}"
             raise SpecError(f"train.{key} does not apply to your own optimizer, which has its own settings; {remedy}")
         if key not in STEP_KEYS and getattr(spec, key) != getattr(usual, key):
-            raise SpecError(
-                f"train.{key} does not apply to a Trainer, which takes single steps; {INSTEAD.get(key, 'remove it')}, or use cw.fit"
-            )
+            raise SpecError(f"train.{key} does not apply to a Trainer, which takes single steps; do it in your own loop, or use cw.fit")
     if spec.sync == "async":
         raise SpecError("train.sync=async needs the training loop, which ends its meetings; use local or diloco, or use cw.fit")
     if spec.on_nan == "back":
@@ -117,34 +105,27 @@ def check_dtype(spec: TrainSpec, model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
-    """Refuse what is not an optimizer, and one over parameters that are not the model's. None: the spec's."""
+    """Refuse what is not an optimizer, and one over parameters that are not the model's. None: the spec's, which has real ones alone."""
     if optimizer is None:
-        _check_real(model)
+        name = next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None)
+        if name is not None:
+            raise UserError(
+                f"{name} is complex, but the optimizers of a spec update real parameters alone; pass a Trainer an optimizer of your own"
+            )
         return
     if not isinstance(optimizer, Optimizer):
         got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise UserError(f"optimizer must be a torch.optim.Optimizer over model.parameters(), got {got}; create one and pass that")
     own = {id(p) for p in model.parameters()}
-    given = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    foreign = [(number, p) for number, p in given if id(p) not in own]
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in given if id(p) not in own]
     if given and len(foreign) == len(given):
         raise UserError("the optimizer has none of the model's parameters; create it from model.parameters() of the model being trained")
     if foreign:
-        number, parameter = foreign[0]
+        shape = list(foreign[0].shape)
         raise UserError(
-            f"group {number} of the optimizer has a parameter of shape {list(parameter.shape)} that is not in the model, so its gradient "
-            "would be neither summed nor divided; make it a parameter of the model, for example of its head"
+            f"the optimizer has a parameter of shape {shape} that is not in the model; make it a parameter of its head, for example"
         )
-
-
-def _check_real(model: nn.Module) -> None:
-    """Refuse complex parameters, which the spec's optimizers do not update: torch's fused kernels know only real ones."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise UserError(
-                f"{name} is complex, but the optimizers of a spec update real parameters alone; pass a Trainer an optimizer of your own "
-                "(torch.optim.Adam(model.parameters())), or keep real and imaginary parts (torch.view_as_real)"
-            )
 
 
 def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
@@ -175,31 +156,44 @@ def check_batches(batches: Sequence[Batch], model: Model | OpaqueModel, *, keep_
             several = isinstance(batch, list | tuple) and all(isinstance(each, Batch) for each in batch)
             remedy = "pass them one by one: trainer.step(*batches)" if several else "make them with Batch.of(inputs, targets)"
             raise UserError(f"a step takes one or more batches as arguments, got a {type(batch).__name__}; {remedy}")
-        if gradients:
-            _check_detached(batch)
         if isinstance(model, OpaqueModel):
             model.expect(batch.pooled)
-        if batch.pooled is not None and batch.pooled != model.pooled:
-            raise _other_targets(model)
         if batch.goes_on and not keep_state:
             raise UserError(f"fresh=False continues the carry of the previous step, but {why_no_carry(model)}remove fresh")
-        if batch.resets is not None:
-            if isinstance(model, OpaqueModel):
-                name = type(model.module).__name__
-                raise UserError(f"the batch has resets, which a module such as {name} does not know; use cw.Model(encoder, lstm, head)")
-            check_resets(model)
-        if batch.weights is not None:
-            _check_weights(batch, batch.weights, model)
-        if batch.unsure and model.pooled:
+        if batch.part_of is None:  # a user's: our own loader makes no others
+            _check_own(batch, model, gradients=gradients)
+
+
+def _check_own(batch: Batch, model: Model | OpaqueModel, *, gradients: bool) -> None:
+    """A whole batch of a user's."""
+    for name in ("inputs", "targets", "weights") if gradients else ():
+        tensor = getattr(batch, name)
+        if tensor is not None and tensor.requires_grad:
             raise UserError(
-                f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "
-                "different ones in each case; use Batch.of(..., pooled=True)"
+                f"the {name} require grad, but a step trains the model's parameters alone; put what makes them into the model, or detach"
             )
-        if batch.part_of is None and isinstance(model, Model):
-            _check_inputs(batch.inputs, _first(model.encoder))
-            check_targets(batch, model)
-        elif batch.part_of is None and batch.targets is None:
-            raise no_targets()
+    if batch.pooled is not None and batch.pooled != model.pooled:
+        name = type(model.head).__name__
+        if model.pooled:
+            raise UserError(f"the targets are one per step, but {name} has pooled = True; pass one per lane, [lane, …]")
+        raise UserError(
+            f"the targets are one per lane, but {name} reads one per step; pass [time, lane, …], or set pooled = True in {name}"
+        )
+    if batch.unsure and model.pooled:
+        shape = list(batch.inputs.shape[:2])
+        raise UserError(f"targets of shape {shape} could be one per step or several per lane; say which: Batch.of(..., pooled=True)")
+    if batch.resets is not None:
+        if isinstance(model, OpaqueModel):
+            name = type(model.module).__name__
+            raise UserError(f"the batch has resets, which a module such as {name} does not know; use cw.Model(encoder, lstm, head)")
+        check_resets(model)
+    if batch.weights is not None:
+        _check_weights(batch, batch.weights, model)
+    if isinstance(model, Model):
+        _check_inputs(batch.inputs, _first(model.encoder))
+        check_targets(batch, model)
+    elif batch.targets is None:
+        raise no_targets()
 
 
 def check_alike(world: World, spec: TrainSpec, optimizer: Optimizer | None, *, keep_state: bool | None) -> None:
@@ -212,11 +206,7 @@ def check_alike(world: World, spec: TrainSpec, optimizer: Optimizer | None, *, k
 
 
 def check_lanes(batches: Sequence[Batch], before: Lanes | None) -> Lanes | None:
-    """Refuse lanes that cannot continue their carry.
-
-
-    `before` are the lanes of the previous step; returns those of the last batch.
-    """
+    """Refuse lanes that cannot continue their carry. `before` are the lanes of the previous step; returns those of the last batch."""
     for batch in batches:
         before = check_continued(batch, before)
     return before
@@ -241,27 +231,13 @@ def check_continued(batch: Batch, before: Lanes | None) -> Lanes:
         return lanes
     if len(lanes) != len(before):
         raise UserError(
-            f"a batch that continues the carry must have as many lanes as the previous one: expected {len(before)}, got {len(lanes)}; "
-            "keep the number of lanes, or make all of them fresh"
+            f"the carry is of {len(before)} lanes, but the batch has {len(lanes)}; keep the number of lanes, or make all of them fresh"
         )
     for place, starts in enumerate(fresh if batch.part_of is None else ()):
         if lanes[place] != before[place] and not starts:
-            raise UserError(
-                f"lane {lanes[place]} continues its carry in column {place}, where the previous batch had lane {before[place]}; keep the "
-                "lanes in one order (for example x[:, lanes.argsort()], with the targets), or make those that move fresh"
-            )
+            fact = f"lane {lanes[place]} continues its carry in column {place}, where the previous batch had lane {before[place]}"
+            raise UserError(f"{fact}; keep the lanes in one order, or make those that move fresh")
     return lanes
-
-
-def _check_detached(batch: Batch) -> None:
-    """Refuse a batch with an autograd graph: what lies behind it would get each worker's own sum, neither summed over all nor divided."""
-    for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets), ("weights", batch.weights)):
-        if tensor is not None and tensor.requires_grad:
-            owner = "the encoder of cw.Model" if name == "inputs" else "the head of cw.Model"
-            raise UserError(
-                f"the {name} require grad, but a step trains the parameters of the model only: a gradient behind the {name} would be "
-                f"neither summed nor divided; make what computes them part of the model, such as {owner}, or pass {name}.detach()"
-            )
 
 
 def _check_weights(batch: Batch, weights: Tensor, model: Model | OpaqueModel) -> None:
@@ -277,26 +253,16 @@ def _check_weights(batch: Batch, weights: Tensor, model: Model | OpaqueModel) ->
         )
 
 
-def _other_targets(model: Model | OpaqueModel) -> UserError:
-    name = type(model.head).__name__
-    if model.pooled:
-        return UserError(f"the targets are one per step, but {name} has pooled = True; pass one per lane, [lane, …]")
-    return UserError(f"the targets are one per lane, but {name} reads one per step; pass [time, lane, …], or set pooled = True in {name}")
-
-
 def why_no_carry(model: Model | OpaqueModel) -> str:
     """Why lanes cannot go on from the previous batch, and what to do instead of giving that up."""
     if isinstance(model, OpaqueModel):
-        module = type(model.module).__name__
-        return f"the trainer does not know the carry of a module such as {module}; wrap its parts as cw.Model(encoder, lstm, head), or "
+        return f"a trainer does not know the carry of a {type(model.module).__name__}; wrap its parts as cw.Model(encoder, lstm, head), or "
     name = type(model.head).__name__
-    if model.whole_head:
-        return f"the head {name} reads whole sequences; "
-    if model.pooled:
-        return f"the head {name} pools (pooled = True): what it has pooled ends with the batch; pass whole sequences, and "
-    if model.has_front:
-        return "the front reads whole sequences; "
-    return "bidirectional layers read whole sequences; " if model.reads_whole else "this trainer was created with keep_state=False; "
+    if model.pooled and not model.whole_head:
+        return f"the head {name} pools (pooled = True), which ends with the batch; pass whole sequences, and "
+    if model.reads_whole:
+        return f"the {'head ' + name if model.whole_head else 'model'} reads whole sequences; "
+    return "this trainer was created with keep_state=False; "
 
 
 def _first(module: nn.Module) -> nn.Module:
@@ -309,13 +275,6 @@ def _first(module: nn.Module) -> nn.Module:
 def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
     numbers = reader.width if isinstance(reader, Numbers) else reader.in_features if isinstance(reader, nn.Linear) else None
     numbers = reader.features if isinstance(reader, Front) else numbers
-    if isinstance(reader, SpelledWords):
-        if inputs.dim() != 3 or inputs.shape[-1] != 1 + reader.length:
-            raise UserError(
-                f"the inputs are {form_of(inputs)}, but the encoder reads words; pass [time, lane, 1 + {reader.length} characters]"
-            )
-        _check_codes(inputs[..., 1:], reader.codes, "character")
-        inputs, reader = inputs[..., 0], reader.words
     rows = reader.vocabulary if isinstance(reader, Embedding) else reader.num_embeddings if isinstance(reader, nn.Embedding) else None
     if numbers is not None and (not inputs.is_floating_point() or inputs.dim() < 3 or inputs.shape[-1] != numbers):
         raise UserError(

@@ -3,9 +3,9 @@
 A step runs backward once per chunk and defers some weight gradients, so torch would call a hook with part of a sum, or with nothing. The
 trainer therefore calls `register_post_accumulate_grad_hook` hooks itself: once per step, when the gradient is what the optimizer will see
 (summed over workers, divided, clipped). Hooks on the optimizer (`register_step_pre_hook`) are called by the optimizer at the same point;
-they may use a norm over all parameters, so they are refused where a worker has only some of these, unless their owner vouches for them.
-`register_hook` hooks and modules' backward hooks are called by torch: if the plan cuts nothing they see the undivided sum over all lanes;
-otherwise they are refused.
+they may use a norm over all parameters, so they are refused where a worker has only some of these, unless their owner promises that they
+do not. `register_hook` hooks and modules' backward hooks are called by torch: if the plan cuts nothing they see the undivided sum over all
+lanes; otherwise they are refused.
 """
 
 from __future__ import annotations
@@ -40,27 +40,18 @@ class Hooks:
         of_steps = [each for name in _OF_STEPS for each in getattr(optimizer, name, {}).values()]
         if self.splits_layers and not all(getattr(hook, SPLITTABLE, False) is True for hook in of_steps):
             raise UserError(
-                "a hook on the optimizer's step would see only the parameters of a stage; use "
-                "train.clip for a norm over all, register_post_accumulate_grad_hook for a single one, or, if it treats each element by "
-                f"itself, set hook.{SPLITTABLE} = True"
+                "a hook on the optimizer's step would see only the parameters of a stage; use train.clip for a norm over all, or, if it "
+                f"treats each by itself, set hook.{SPLITTABLE} = True"
             )
-        found = bool(of_steps or self._with_users())
-        for name, parameter in self.held.items():
-            if parameter._backward_hooks:
-                self._refuse(f"the hook on the gradient of {name} (register_hook)")
-                found = True
-        for module in self.modules:
-            if module._backward_hooks or module._backward_pre_hooks:
-                self._refuse(f"the backward hook on a {type(module).__name__}")
-                found = True
-        return found
-
-    def _refuse(self, what: str) -> None:
-        if self.is_cut:
+        inside = [f"the hook on the gradient of {name} (register_hook)" for name, p in self.held.items() if p._backward_hooks]
+        inside += [
+            f"the backward hook on a {type(each).__name__}" for each in self.modules if each._backward_hooks or each._backward_pre_hooks
+        ]
+        if inside and self.is_cut:
             raise UserError(
-                f"{what} would see parts of a gradient, or nothing, when a plan splits time, lanes or layers; use "
-                "register_post_accumulate_grad_hook on the parameter, which is called once per step with the whole gradient"
+                f"{inside[0]} would see parts of a gradient where a plan cuts; use register_post_accumulate_grad_hook on the parameter"
             )
+        return bool(of_steps or inside or self._with_users())
 
     @contextmanager
     def put_off(self) -> Iterator[None]:

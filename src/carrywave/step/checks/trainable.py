@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
+import torch
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from carrywave.errors import UserError, WorkerError
 from carrywave.model.model import Model
 from carrywave.model.recurrent import CALLED_HOOKS
-from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
-from carrywave.parallel.world import World, all_arrive, all_gather_text
+from carrywave.parallel.startup.rendezvous import start_seconds
+from carrywave.parallel.world import World, all_arrive
 from carrywave.step.checks.stepwise import HOOKS
 
 
@@ -24,13 +23,13 @@ class TrainableParameters:
         self._check_hooks()
         for each in [model, model.lstm] if isinstance(model, Model) else []:
             if not type(each).forward.__module__.startswith("carrywave.") or "forward" in vars(each):
+                kind = type(each).__name__
                 raise UserError(
-                    f"the forward of {type(each).__name__} would be ignored: a trainer runs encoder, layers and head chunk by chunk; "
-                    "move what it does into the encoder or the head, or pass any other nn.Module with loss=..."
+                    f"the forward of {kind} would be ignored: a trainer runs encoder, layers and head itself; move it into one of these"
                 )
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.places = [
-            # A scripted module has a different kind of parameter store, which it rebuilds on every access.
+            # TorchScript's parameters are made anew on every access.
             (module._parameters if isinstance(module._parameters, dict) else {key: p}, key, p)
             for module in model.modules()
             for key, p in module._parameters.items()
@@ -47,13 +46,12 @@ class TrainableParameters:
             for hook in [hook for store in HOOKS for hook in getattr(each, store).values()]:
                 if isinstance(hook, SpectralNorm):
                     raise UserError(
-                        "torch.nn.utils.spectral_norm on the layers works through a hook that a trainer does not call; use "
-                        "torch.nn.utils.parametrizations.spectral_norm"
+                        "spectral_norm on the layers is a hook that is not called here; use torch.nn.utils.parametrizations.spectral_norm"
                     )
                 if not isinstance(hook, CALLED_HOOKS):
+                    kind = type(each).__name__
                     raise UserError(
-                        f"the hook on {name} ({type(each).__name__}) would not be called: a trainer runs encoder, layers and head chunk by "
-                        "chunk; register it on the encoder, on the head or on a module in them"
+                        f"the hook on {name} ({kind}) would not be called; register it on the encoder, the head or a module in them"
                     )
 
     def changed(self) -> bool:
@@ -65,15 +63,15 @@ class TrainableParameters:
                 raise UserError(f"model.{name} was replaced after the trainer was created; create a new Trainer afterwards")
         for (store, key, parameter), form in zip(self.places, self.forms, strict=True):
             if store.get(key) is not parameter:
+                gone = self.names[id(parameter)]
                 raise UserError(
-                    f"the parameter {self.names[id(parameter)]} was replaced or removed after the trainer was created; change it in place, "
-                    "or create a new Trainer afterwards"
+                    f"the parameter {gone} was replaced or removed after the trainer was created; create a new Trainer afterwards"
                 )
-            if (parameter.dtype, parameter.shape, parameter.device) != form[3:]:
-                was, now = (" ".join(map(str, each[:3])) for each in (form, _form(parameter)))
+            if (parameter.dtype, parameter.shape, parameter.device) != form:
+                was, now = (f"{str(dtype)[6:]} {list(shape)} on {device}" for dtype, shape, device in (form, _form(parameter)))
+                what = self.names[id(parameter)]
                 raise UserError(
-                    f"the parameter {self.names[id(parameter)]} was {was} when the trainer was created, and is {now} now; convert and move "
-                    "the model first, and then create a new Trainer"
+                    f"the parameter {what} was {was} when the trainer was created, and is {now} now; create a new Trainer afterwards"
                 )
         flags = self._now()
         if flags == self.flags:
@@ -93,21 +91,14 @@ class TrainableParameters:
         return [parameter.requires_grad for _, _, parameter in self.places]
 
     def _agree(self, changed: dict[str, bool]) -> None:
-        name = next(iter(changed))
-        remedy = "freeze and unfreeze the same parameters on all workers before the same step"
-        # Workers that saw no change are already entering the step and will never come here, so do not wait for the full message timeout.
-        if self.world.size > 1 and not all_arrive(self.world, "requires_grad", start_seconds()):
+        # Workers that saw no change, or another one, are already entering the step or wait elsewhere, so do not wait for a message.
+        if self.world.size > 1 and not all_arrive(self.world, f"requires_grad {sorted(changed.items())}", start_seconds()):
+            name = next(iter(changed))
             raise WorkerError(
-                f"requires_grad of {name} changed on rank {self.world.rank}, but other workers did not report the same change; {remedy}"
+                f"requires_grad of {name} changed on rank {self.world.rank}, but not on all others; change it on all before a step"
             )
-        told = [json.loads(text) for text in all_gather_text(self.world, json.dumps(changed))]
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
-                name = next(iter({*theirs.items()} ^ {*told[0].items()}))[0]
-                raise on_every_rank(WorkerError(f"requires_grad of {name} changed differently on rank {rank} than on rank 0; {remedy}"))
 
 
-def _form(parameter: nn.Parameter) -> tuple[object, ...]:
+def _form(parameter: nn.Parameter) -> tuple[torch.dtype, torch.Size, torch.device]:
     """What `model.float()` or `model.to(...)` would change without replacing the parameter."""
-    words = str(parameter.dtype).removeprefix("torch."), list(parameter.shape), f"on {parameter.device}"
-    return *words, parameter.dtype, parameter.shape, parameter.device
+    return parameter.dtype, parameter.shape, parameter.device

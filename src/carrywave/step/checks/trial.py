@@ -86,14 +86,13 @@ class SplitTrial:
                 continue
             chunks, groups, resets = (max(pair) for pair in zip(kind, before, strict=True))
             self._most[training] = chunks, groups, resets
-            own = own_modules(self.model)
-            if own:
-                # Replicas that are all given the whole batch find the same.
-                alike = batch.part_of is None and self.mesh.plan.stages == 1
-                with nullcontext() if alike else raise_on_all(self.mesh.world, same_message=True, no_timeout=True):
-                    why = self._why_not(batch, key, " or ".join(own), training=training)
-                    if why is not None:
-                        raise PlanError(why)
+            # Replicas that are all given the whole batch find the same. Others wait for each other, also one whose modules are known.
+            alike = batch.part_of is None and self.mesh.plan.stages == 1
+            with nullcontext() if alike else raise_on_all(self.mesh.world, same_message=True, no_timeout=True):
+                own = own_modules(self.model)
+                why = self._why_not(batch, key, " or ".join(own), training=training) if own else None
+                if why is not None:
+                    raise PlanError(why)
 
     def _chunks(self, batch: Batch) -> int:
         return 1 if self.model.reads_whole else self.mesh.plan.chunks(batch.steps)
@@ -128,9 +127,7 @@ class SplitTrial:
                         return f"{who} gives {found} on {cut.piece} alone; {cut.remedy}"
                 if batch.resets is not None and batch.history is None:
                     # Without dropout, whose masks are another lane's there.
-                    one, other = (
-                        self._answer(each, key, Plan(), dtype, precision, evaluates=True) for each in (batch, apart(batch, self.model))
-                    )
+                    one, other = (self._answer(each, key, Plan(), dtype, precision, evaluates=True) for each in (batch, apart(batch)))
                     if (found := difference(one, other, tolerance)) is not None:
                         return f"{who} gives {found} on each sequence alone; make it work step by step, or use no resets"
                 return None
@@ -244,7 +241,7 @@ def _numbers(steps: int, lanes: int, width: int) -> Tensor:
 def doubled(batch: Batch, pooled: bool) -> Batch:
     """The only lane of a batch, and the same backwards, so that there are lanes to cut."""
     end = int(batch.lengths)
-    by_lane = {"lengths", "fresh", "lanes", "sequence", "offset", "linear"} | ({"targets"} if pooled and batch.resets is None else set())
+    by_lane = {"lengths", "fresh", "lanes", "sequence", "offset", "linear"} | ({"targets"} if pooled else set())
 
     def both(name: str, tensor: Tensor) -> Tensor:
         if name in by_lane or tensor.dim() == 1:
@@ -254,7 +251,7 @@ def doubled(batch: Batch, pooled: bool) -> Batch:
     return replace(batch.each_tensor(both), real=-1)
 
 
-def apart(batch: Batch, model: Model | OpaqueModel) -> Batch:
+def apart(batch: Batch) -> Batch:
     """A batch with a lane for each of the sequences that begin inside the lanes of this one."""
     assert batch.resets is not None
     spans: list[tuple[int, int, int]] = []  # lane, first step, end
@@ -262,15 +259,14 @@ def apart(batch: Batch, model: Model | OpaqueModel) -> Batch:
         edges = [0, *(step for step in batch.resets[:, lane].nonzero().flatten().tolist() if 0 < step < length), length]
         spans += [(lane, first, end) for first, end in pairwise(edges) if first < end]
 
-    def cut(tensor: Tensor, padding: float) -> Tensor:
+    def cut(tensor: Tensor, padding: float = 0.0) -> Tensor:
         return pad_sequence([tensor[first:end, lane] for lane, first, end in spans], padding_value=padding)
 
-    targets, weights = batch.targets, batch.weights
+    targets = batch.targets
     if targets is not None:
-        at_end = targets[[end - 1 for _, _, end in spans], [lane for lane, _, _ in spans]]
-        targets = at_end if model.pooled else cut(targets, math.nan if targets.is_floating_point() else IGNORED)
-    weights = None if weights is None or model.pooled else cut(weights, 0.0)
-    return Batch.of(cut(batch.inputs, 0), targets, [end - first for _, first, end in spans], pooled=model.pooled, weights=weights)
+        targets = cut(targets, math.nan if targets.is_floating_point() else IGNORED)
+    weights = None if batch.weights is None else cut(batch.weights)
+    return Batch.of(cut(batch.inputs), targets, [end - first for _, first, end in spans], pooled=False, weights=weights)
 
 
 @contextmanager

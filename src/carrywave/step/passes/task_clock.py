@@ -41,8 +41,6 @@ class Arrived(NamedTuple):
 class TaskClock:
     """Collects laps."""
 
-    recordable = False  # True if a step can be captured with the clock in it
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.laps: list[Lap] = []

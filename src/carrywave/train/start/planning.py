@@ -23,7 +23,7 @@ from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, all_gather_json, from_rank_0
 from carrywave.plan.cluster import Cluster, Host
 from carrywave.plan.plan import Plan, fewer, resolve
-from carrywave.plan.predict import Prediction, Predictor
+from carrywave.plan.predict import Predictor
 from carrywave.plan.profile import BY_BACKEND, PROFILE, Profile, find_profile, named_profile, shipped, with_transport
 from carrywave.plan.profile import names as shipped_names
 from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe, search
@@ -43,10 +43,9 @@ NEAR = 0.97  # ratio above which two step times count as equal: measurements are
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a run. The prediction is known to rank 0 alone, and only if there is a profile."""
+    """The plan of a run."""
 
     plan: Plan
-    prediction: Prediction | None
     reasons: tuple[str, ...] = ()  # why it was chosen
 
 
@@ -77,14 +76,13 @@ def plan_run(world: World, request: PlanRequest, say: Say) -> Planned:
     """The plan that all workers follow. Collective: every rank must call it."""
     given = from_rank_0(world, lambda: None if _decides(request) else asdict(_given(request)))
     if given is not None:
-        plan = plan_of_json(given)
-        return Planned(plan, _predicted(world, request, plan))
+        return Planned(plan_of_json(given))
     assert request.units is not None
     try:
         return _chosen(world, request, request.units, say)
     except UserError as error:  # the same on all workers; training works without a chosen plan
         say(f"no plan could be chosen, so every worker is a replica: {error}")
-        return Planned(_given(request), None)
+        return Planned(_given(request))
 
 
 def _decides(request: PlanRequest) -> bool:
@@ -137,9 +135,7 @@ def _chosen(world: World, request: PlanRequest, units: Units, say: Say) -> Plann
         others = [f"{describe(plan)} {_say_ms(each)}" for each, plan in zip(took, plans, strict=True) if plan is not best]
         than = f", against {', '.join(others)}" if others else ""
         why = f"{describe(best)}: {_say_ms(seconds)} a step, measured{than}"
-    plan = replace(best, kernel=kernel)
-    prediction = None if choice is None else Predictor(units, cluster).predict(plan)
-    return Planned(plan, prediction, (f"chosen: {why}", *_advice(serial, seconds, best)))
+    return Planned(replace(best, kernel=kernel), (f"chosen: {why}", *_advice(serial, seconds, best)))
 
 
 def _profile(world: World, request: PlanRequest, units: Units, say: Say) -> tuple[bool, Profile]:
@@ -186,17 +182,6 @@ def _doubt(profile: Profile, units: Units) -> str:
 
 def _say_ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-def _predicted(world: World, request: PlanRequest, plan: Plan) -> Prediction | None:
-    """The prediction for a plan that was not chosen by it, from a named profile; None without one, or if it lacks figures."""
-    if request.units is None or world.rank or PROFILE not in os.environ:
-        return None
-    try:
-        profile = named_profile()
-        return None if profile is None else Predictor(request.units, _cluster(world, plan.workers, profile)).predict(plan)
-    except PlanError:
-        return None
 
 
 def best_number(spec: Spec, device: str, say: Say) -> int | None:

@@ -1,4 +1,4 @@
-"""What two workers say of a trainer state that lacks a part, which only rank 0 has: `python _incomplete.py FOLDER`, under a launcher."""
+"""`python _two_workers.py FOLDER`, under a launcher: the messages of a step, and what is said of a state that lacks a part."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import carrywave as cw
@@ -19,9 +20,14 @@ def loss(out: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 trainer = cw.Trainer(nn.Linear(3, 1), {"lr": 0.1}, loss=loss, device="cpu")
-trainer.step(cw.Batch.of(torch.ones(5, 4, 3), torch.ones(5, 4, 1)))
+batch = cw.Batch.of(torch.ones(5, 4, 3), torch.ones(5, 4, 1))
+trainer.step(batch)  # the first also compares what the workers were given
+sums, exchanged = dist.all_reduce, list[int]()
+dist.all_reduce = lambda tensor, *how, **named: (exchanged.append(tensor.numel()), sums(tensor, *how, **named))[1]
+trainer.step(batch)
+dist.all_reduce = sums
 state = trainer.state_dict()
-said = []
+said = [f"{len(exchanged)} message"]
 for part in PARTS:
     given = {name: value for name, value in state.items() if name != part}
     try:
