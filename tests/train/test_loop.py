@@ -121,7 +121,7 @@ def test_once_averaging_began_the_average_is_judged_and_kept_and_the_raw_weights
                 begun.append(len(seen))
 
     monkeypatch.setattr(loops, "evaluate_part", watched)
-    keys: dict[str, Any] = {"optimizer": "ntasgd", "lr": 20.0, "nonmono": 1, "evaluate_every": 3, "epochs": 2, "precision": "fp64"}
+    keys: dict[str, Any] = {"optimizer": "ntasgd", "lr": 8.0, "nonmono": 1, "evaluate_every": 3, "epochs": 2, "precision": "fp64"}
     result = train(language(text, **keys), run=tmp_path / "run", device="cpu", watch=Listening())
     best = weights_of(result.model)
     found = rows(tmp_path / "run", "valid")
