@@ -41,6 +41,7 @@ class WorkerFile(BaseModel):
     launch: str = ""  # the name of the launch; empty for processes that only measure
     attempt: int = 0  # how often the launch has restarted its workers
     fewer: bool = False  # this attempt has fewer workers than the launch started with
+    agent: bool = False  # torch's elastic agent watches them, on several hosts
     one_host: bool = False  # all workers are on this host, and the process that started them watches all of them
     store: Path | None = None  # the file in which they rendezvous; None: at MASTER_ADDR
     folder: Path | None = None  # where they leave their beats and why they failed; None: nobody would read it
