@@ -14,6 +14,8 @@ import pytest
 from _namespaces import ADDRESSES, Cluster, await_
 from _starters import SPEC, STARTERS, TRAIN, start, start_on
 
+from _disturbed_run import contents
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PORTS = itertools.count(29800)
@@ -31,13 +33,6 @@ def step_of(run: Path) -> int:
     """The step of the last snapshot."""
     path = run / "snapshots" / "last"
     return int(path.read_text().removeprefix("step-")) if path.is_file() else 0
-
-
-def contents(run: Path) -> dict[str, bytes]:
-    """What must be equal, byte for byte: the best weights, the rows, and all of the last snapshot."""
-    last = run / "snapshots" / (run / "snapshots" / "last").read_text().strip()
-    files = [run / "weights.safetensors", run / "metrics.jsonl", *sorted(last.rglob("*.safetensors"))]
-    return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="session")

@@ -197,8 +197,12 @@ def start_workers(
     if where is not None and hosts > 1:
         with leaving_at_once():
             from carrywave.launch.elastic import start_on_hosts
-        end_as(start_on_hosts(script_command(), count, where, patience.most, note))
-        raise typer.Exit
+        ended = start_on_hosts(script_command(), count, where, patience.most, note)
+        try:
+            end_as(ended)
+        except typer.Exit as end:
+            os._exit(end.exit_code)  # a store whose host is out of reach would keep this process
+        os._exit(0)
     end_as(start(script_command(), count, patience, direct_output=direct_output, resumes=resumes, say=note))
     raise typer.Exit(1 if direct_output and _nobody_reads() else 0)
 

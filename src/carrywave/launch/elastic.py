@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -113,7 +114,12 @@ class _Agent(LocalElasticAgent):
         """Run until the end, and pass signals on."""
         thread = threading.Thread(target=self._run, name="carrywave-agent", daemon=True)
         thread.start()
+        idle_since = time.monotonic()  # no worker has run since then
         while thread.is_alive():
+            now = time.monotonic()
+            idle_since = now if any(map(_runs, self.pids)) else idle_since
+            if now - idle_since > self.seconds + END_SECONDS:  # the store keeps the thread, because the first host is out of reach
+                return self._broken_off(RendezvousError())
             for number in signals.take():
                 self._remaining_restarts = 0  # who is asked to stop is not started again
                 for pid in self.pids:
@@ -180,3 +186,10 @@ class _Agent(LocalElasticAgent):
         self.say(f"{ended.message.partition(';')[0] or 'another host starts its workers again'}; restarting{where}")
         self.pids = []
         super()._restart_workers(worker_group)
+
+
+def _runs(pid: int) -> bool:
+    """True if a worker has not ended; the agent learns that from it later."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return False

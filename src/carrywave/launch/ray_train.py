@@ -52,7 +52,7 @@ def start_on_ray(command: Sequence[str], workers: int, on_gpus: bool, restarts: 
             work,
             train_loop_config=told,
             torch_config=TorchConfig(backend="gloo"),  # for the meeting alone
-            scaling_config=ScalingConfig(num_workers=workers, use_gpu=on_gpus, resources_per_worker={"CPU": cores} | {"GPU": 1} * on_gpus),
+            scaling_config=ScalingConfig(num_workers=workers, use_gpu=on_gpus, resources_per_worker={"CPU": cores, "GPU": int(on_gpus)}),
             run_config=RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=restarts)),
         )
         try:

@@ -58,6 +58,7 @@ def supervise(command: Sequence[str], file: WorkerFile, variables: Mapping[str, 
     finally:
         _kill(workers)
         outputs.pass_on()
+        outputs.close()
     found = exit_reports.read(causes)
     for cause in found.values():
         outputs.add(cause.rank, cause.trace or cause.message)

@@ -62,9 +62,7 @@ class Outputs:
             _show(ERR, path.read_bytes()[-SHOWN_BYTES:])
 
     def publish(self, run: Path | None) -> Path | None:
-        """Copy the logs that are not empty into an existing run, and close them; returns the folder, or None if nothing was copied."""
-        for file in (*self._written, *(file for _, file in self._shown)):
-            file.close()
+        """Copy the logs that are not empty into an existing run; returns the folder, or None if nothing was copied."""
         found = [path for path in sorted(self.folder.iterdir()) if path.stat().st_size]
         # A folder that is still empty is no run yet: with logs in it, the next attempt would be refused it.
         if run is None or not found or not run.is_dir() or not any(run.iterdir()):
@@ -77,6 +75,11 @@ class Outputs:
         except OSError:
             return None  # a full disk must not hide why the attempt ended
         return target
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in (*self._written, *(file for _, file in self._shown)):
+            file.close()
 
 
 def keep_trace(run: Path | None, attempt: str, rank: str, error: BaseException) -> Path | None:

@@ -294,8 +294,10 @@ def _room() -> str:
 
 def _attempt() -> str:
     """The key under which restarted workers rendezvous, so that they do not read what the dead ones left behind."""
+    if worker_file().agent:
+        return "0"  # every attempt has a store of its own, and a host that was started anew counts from 0
     if WORKER in os.environ:
-        return str(worker_file().attempt)  # our own launchers agree on it, and keep their store
+        return str(worker_file().attempt)  # the store is kept
     # A store that torchrun reopens on each restart holds nothing old, and the agents of several hosts need not agree on the restart count.
     # With --master-addr, or without any rendezvous backend, it is not reopened, whatever the variable says.
     reopened = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
