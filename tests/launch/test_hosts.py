@@ -56,9 +56,15 @@ def test_hosts_that_engines_name(variables: dict[str, str], found: Hosts | None)
         ({"TF_CONFIG": "{"}, "TF_CONFIG and what belongs to it make no sense"),
         (tf(index=7, **TWO), "TF_CONFIG and what belongs to it make no sense"),
         (tf(worker=["a", "b"]), "'a' is not host:port; write it like hostA:2222"),
-        (tf(ps=["a:1"], worker=["b:1"]), "TF_CONFIG has a task of type ps: workers hold the weights and evaluate; list only chief and worker"),
+        (
+            tf(ps=["a:1"], worker=["b:1"]),
+            "TF_CONFIG has a task of type ps: workers hold the weights and evaluate; list only",
+        ),
         ({"PET_NNODES": "2"}, "PET_NNODES is set but PET_NODE_RANK is not; the engine sets both: set it too, or unset PET_NNODES"),
-        (KUBEFLOW | {"PET_NNODES": "1:2"}, "PET_NNODES=1:2 is a range; set a number, or start torchrun -m -- carrywave train, which reads it"),
+        (
+            KUBEFLOW | {"PET_NNODES": "1:2"},
+            "PET_NNODES=1:2 is a range; set a number, or start torchrun",
+        ),
         (KUBEFLOW | {"PET_NODE_RANK": "2"}, r"PET_NNODES and what belongs to it make no sense \(host 2 of 2\); correct or unset them"),
         (SKYPILOT | {"SKYPILOT_NODE_RANK": "x"}, "SKYPILOT_NODE_IPS and what belongs to it make no sense"),
     ],
@@ -78,7 +84,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.parametrize(
     ("nodes", "tasks", "trains", "address"),
-    [("1", "2", True, "127.0.0.1"), ("2", "4", True, "10.0.0.1"), ("2", "2", True, None), ("2", "2", False, "10.0.0.1"), ("1", "1", True, None)],
+    [
+        ("1", "2", True, "127.0.0.1"),
+        ("2", "4", True, "10.0.0.1"),
+        ("2", "2", True, None),
+        ("2", "2", False, "10.0.0.1"),
+        ("1", "1", True, None),
+    ],
 )
 def test_a_task_of_srun(nodes: str, tasks: str, trains: bool, address: str | None, environment: pytest.MonkeyPatch) -> None:
     for name, value in (SRUN | {"SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_CPUS_PER_TASK": "1"}).items():

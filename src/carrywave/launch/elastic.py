@@ -69,9 +69,7 @@ def start_on_hosts(
 class _Agent(LocalElasticAgent):
     """The agent of this host."""
 
-    def __init__(
-        self, command: Sequence[str], devices: int, hosts: Hosts, restarts: int, folder: Path, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, command: Sequence[str], devices: int, hosts: Hosts, restarts: int, folder: Path, say: Callable[[str], None]) -> None:
         self.hosts, self.folder, self.say = hosts, folder, say
         (folder / CAUSES).mkdir()
         address, port = hosts.meeting

@@ -123,7 +123,7 @@ def check_not_of_mpi() -> None:
         count = os.environ.get(name, "")
         if not launched() and count.isdecimal() and int(count) > 1:
             fact = f"MPI started {count} processes ({name}), and each would train alone, because carrywave does not speak MPI"
-            raise WorkerError(f"{fact}; start it with torchrun, srun or --hosts instead, or unset {name} to train alone in each")
+            raise WorkerError(f"{fact}; start it with torchrun or srun instead, or unset {name} to train alone in each")
 
 
 def is_first() -> bool:

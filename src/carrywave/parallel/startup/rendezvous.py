@@ -144,7 +144,7 @@ def _listen(address: str, port: int) -> int | None:
 
 
 def _taken(address: str, port: int) -> PortError:
-    remedy = "use a free one (--hosts HOST:PORT, MASTER_PORT, --master-port)"
+    remedy = "use a free one (MASTER_PORT, CARRYWAVE_PORT, --master-port)"
     try:
         job = door.holder(open_store(address, port, False, ASK_SECONDS))
     except (WorkerError, RuntimeError):
