@@ -60,6 +60,16 @@ def address_towards(host: str) -> str:
         return ""
 
 
+def leads_home() -> bool:
+    """True if this host's own name resolves to loopback, and no interface is named: it leads other hosts to themselves."""
+    if os.environ.get(GLOO):
+        return False
+    try:
+        return all(is_loopback(str(address[0])) for *_, address in socket.getaddrinfo(socket.gethostname(), None))
+    except (OSError, UnicodeError):
+        return True
+
+
 def choose_interface(meeting: str) -> str:
     """Have gloo connect through the interface that leads to the host where all meet, whatever this host's own name resolves to; over
     loopback alone if that is this host. Returns the interface, or nothing if the user has named one, or none is known.
