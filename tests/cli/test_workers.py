@@ -128,13 +128,6 @@ def test_as_a_trial_workers_may_share_a_gpu_and_are_told_so(
     assert capsys.readouterr().err == "carrywave: 4 workers share 1 GPU: they communicate through host memory\n"
 
 
-def test_a_number_of_shares_that_cannot_be(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(1)
-    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "half")
-    with pytest.raises(WorkerError, match="CARRYWAVE_SHARE_GPU=half is not a number of workers from 0 to 48; use 1 to let workers take"):
-        start_workers(2, "auto", PlanSpec())
-
-
 def test_a_dry_run_starts_nobody(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     started = machine(0)
     assert start_workers(4, "cpu", PlanSpec(stages=2), dry_run=True) == 4
