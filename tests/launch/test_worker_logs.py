@@ -15,6 +15,7 @@ from carrywave.runs.run import Run
 def outputs(tmp_path: Path) -> Outputs:
     printed = Outputs(tmp_path / "logs", direct=False)
     os.write(printed.of(0)[1].fileno(), b"a word\n")
+    printed.close()
     return printed
 
 
