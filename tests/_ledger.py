@@ -13,7 +13,6 @@ import time
 from typing import Any
 
 from carrywave.launch import launch_record
-from carrywave.parallel.liveness import heartbeat
 
 FOLDER = "CARRYWAVE_LEDGER"
 
@@ -43,7 +42,6 @@ def keep(folder: str, rank: int) -> None:
 
 def main() -> None:
     """Run `python -m carrywave`, with a ledger in each worker."""
-    heartbeat.start()
     if FOLDER in os.environ and "RANK" in os.environ:
         keep(os.environ[FOLDER], int(os.environ["RANK"]))
     runpy.run_module("carrywave", run_name="__main__")

@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -100,8 +99,7 @@ def start(command: Sequence[str], devices: int, *, environment: Mapping[str, str
     if sys.platform != "linux":
         return launcher.start(command, devices, environment=environment)
     _address()  # started outside the patch
-    known = SimpleNamespace(Popen=Warm, TimeoutExpired=subprocess.TimeoutExpired)
-    with mock.patch.object(supervisor, "subprocess", known):
+    with mock.patch.object(supervisor, "Process", Warm):
         return launcher.start(command, devices, environment=environment)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -220,22 +219,3 @@ def test_a_cell_of_ones_own_on_two_stages_has_the_loss_of_one_device(tmp_path: P
     exec(compile(re.sub(r", devices=2, plan=.*?}", "", text), "own_cell.py", "exec"), {"__name__": "own_cell"})
     assert together == losses(capsys.readouterr().out)
     assert together[0][0] < 0.6  # of 0.69 for two classes that are equally frequent
-
-
-def test_the_messages_in_the_troubleshooting_table_are_those_of_the_code() -> None:
-    """The longest run of words of each, between values and what is left out, is in a text of the sources."""
-    texts = "\n".join(
-        node.value
-        for path in (ROOT / "src").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
-    page = (ROOT / "docs/parallel.md").read_text()
-    table = page[page.index("| it says |") : page.index("## What was run on which hardware")]
-    cells = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
-    quoted = [text for cell in cells for text in re.findall(r"`([^`]+ [^`]+)`", cell)]
-    split = re.compile(r"\S*\d\S*(?: \w+)?|host[AB]|train\.\w+|\(.*?\)|[…;,]")  # values, counts with their noun, what is left out
-    runs = [max(split.split(message), key=len).strip() for message in quoted]
-    assert sum(len(words) >= 8 for words in runs) > 12
-    for message, words in zip(quoted, runs, strict=True):
-        assert words in texts, f"{words!r} of {message}"

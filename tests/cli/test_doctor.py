@@ -112,13 +112,17 @@ def test_workers_are_started_as_for_training(
 ) -> None:
     started: list[tuple[int, bool]] = []
 
-    def start(command: list[str], devices: int, *, hosts: Any, environment: dict[str, str], shares: int, say: Any) -> Ended:
-        started.append((devices, hosts is not None))
+    def start(command: list[str], devices: int, *, environment: dict[str, str], say: Any, hosts: bool = False) -> Ended:
+        started.append((devices, hosts))
         for rank in range(devices):
             (Path(environment[doctor.VERDICT]) / str(rank)).write_text("1" if rank == devices - 1 else "0")
         return Ended(0)
 
+    def on_hosts(command: list[str], devices: int, hosts: Any, restarts: int, say: Any, environment: dict[str, str]) -> Ended:
+        return start(command, devices, environment=environment, say=say, hosts=True)
+
     monkeypatch.setattr(doctor, "start", start)
+    monkeypatch.setattr("carrywave.launch.elastic.start_on_hosts", on_hosts)
     monkeypatch.setattr(doctor, "script_command", lambda: ["program"])
     monkeypatch.setattr(doctor, "gpus", lambda: ["H200"] * gpus)
     monkeypatch.setattr(doctor, "cores", lambda: 8)

@@ -19,11 +19,12 @@ import typer
 
 from carrywave.cli import workers
 from carrywave.cli.exits import with_exit_codes
-from carrywave.cli.workers import Elastic, devices_of, fitted, start_workers
+from carrywave.cli.workers import devices_of, fitted, start_workers
 from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
 from carrywave.launch import launch_record
-from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.exit_reports import Ended
+from carrywave.launch.hosts import Hosts
+from carrywave.launch.launcher import NEVER, Patience
 from carrywave.parallel import world
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.spec.plan_spec import PlanSpec
@@ -40,7 +41,6 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 asked: list[tuple[int, int | None]] = []  # restarts, and workers that are enough, of every start
-divided: list[int] = []  # among how many workers each GPU is divided, of every start
 
 
 @pytest.fixture
@@ -50,25 +50,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     def make(gpus: int, end: Ended = Ended(0)) -> list[Any]:  # noqa: B008
         started: list[Any] = []
         asked.clear()
-        divided.clear()
 
-        def start(
-            command: list[str],
-            devices: int,
-            *,
-            hosts: Any,
-            restarts: int,
-            min_devices: int | None,
-            shares: int,
-            direct_output: bool,
-            resumes: Any,
-            say: Any,
-        ) -> Ended:
-            started.append((devices, hosts and hosts.node))
-            asked.append((restarts, min_devices))
-            divided.append(shares)
+        def start(command: list[str], devices: int, patience: Patience, **more: Any) -> Ended:
+            started.append((devices, None))
+            asked.append((patience.most, patience.least))
             return end
 
+        def on_hosts(command: list[str], devices: int, hosts: Hosts, restarts: int, say: Any) -> Ended:
+            started.append((devices, hosts.index))
+            return end
+
+        def leave(code: int) -> None:
+            raise typer.Exit(code)
+
+        monkeypatch.setattr("carrywave.launch.elastic.start_on_hosts", on_hosts)
+        monkeypatch.setattr(os, "_exit", leave)
         monkeypatch.setattr(workers, "start", start)
         monkeypatch.setattr(workers, "script_command", lambda: ["program"])
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -104,13 +100,13 @@ def test_how_many_are_started(machine: Any, gpus: int, devices: int | None, devi
 
 
 @pytest.mark.parametrize(
-    ("elastic", "found"),
-    [(None, (0, None)), (Elastic(), (3, None)), (Elastic(restarts=0), (0, None)), (Elastic(restarts=7, min_devices=1), (7, 1))],
+    ("patience", "found"),
+    [(NEVER, (0, None)), (Patience(), (3, None)), (Patience(7, least=1), (7, 1))],
 )
-def test_how_often_they_are_started_again(machine: Any, elastic: Elastic | None, found: tuple[int, int | None]) -> None:
+def test_how_often_they_are_started_again(machine: Any, patience: Patience, found: tuple[int, int | None]) -> None:
     machine(0)
     with pytest.raises(typer.Exit):
-        start_workers(2, "cpu", PlanSpec(), elastic=elastic)
+        start_workers(2, "cpu", PlanSpec(), patience=patience)
     assert asked == [found]
 
 
@@ -130,59 +126,6 @@ def test_as_a_trial_workers_may_share_a_gpu_and_are_told_so(
         start_workers(4, "cuda", PlanSpec())
     assert started == [(4, None)]
     assert capsys.readouterr().err == "carrywave: 4 workers share 1 GPU: they communicate through host memory\n"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "devices", "device", "plan", "found"),
-    [
-        (1, None, "auto", PlanSpec(), (4, 4)),  # as many workers as shares
-        (2, None, "cuda", PlanSpec(), (8, 4)),
-        (1, 2, "auto", PlanSpec(), (2, 4)),
-        (1, 1, "auto", PlanSpec(), (1, 4)),  # a share alone is still a share
-        (1, 2, "cuda", None, (2, 4)),
-        (1, None, "auto", None, None),  # evaluation, on the whole GPU
-        (0, None, "auto", PlanSpec(), None),
-        (0, 2, "auto", PlanSpec(), (2, 1)),
-        (1, 2, "cpu", PlanSpec(), (2, 1)),
-    ],
-)
-def test_shares_of_a_gpu(
-    machine: Any,
-    gpus: int,
-    devices: int | None,
-    device: str,
-    plan: PlanSpec | None,
-    found: tuple[int, int] | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "4")
-    started = machine(gpus)
-    if found is None:
-        assert start_workers(devices, device, plan) is None
-    else:
-        with pytest.raises(typer.Exit):
-            start_workers(devices, device, plan)
-    assert [(count, shares) for (count, _), shares in zip(started, divided, strict=True)] == ([] if found is None else [found])
-
-
-def test_a_dry_run_counts_shares(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "4")
-    started = machine(1)
-    assert start_workers(None, "auto", PlanSpec(stages=2), dry_run=True) == 4
-    assert started == []
-
-
-def test_all_shares_are_used_without_asking_whether_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "gpus", lambda: ["1/2 of Fake"] * 2)
-    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "2")
-    assert workers.devices_that_pay(Spec(), "auto", Surroundings()) is None
-
-
-def test_a_number_of_shares_that_cannot_be(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(1)
-    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "half")
-    with pytest.raises(WorkerError, match="CARRYWAVE_SHARE_GPU=half is not a number of workers from 0 to 48; use 1 to let workers take"):
-        start_workers(2, "auto", PlanSpec())
 
 
 def test_a_dry_run_starts_nobody(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,38 +215,6 @@ def test_a_fault_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert text.startswith("carrywave: rank 1: ValueError: oops\nTraceback")
 
 
-def under_srun(monkeypatch: pytest.MonkeyPatch, tasks: str, size: int) -> None:
-    variables = {"JOB_ID": 9, "STEP_ID": 0, "PROCID": 1, "STEP_NUM_TASKS": size, "STEP_NODELIST": "localhost,n2", "NODEID": 0, "LOCALID": 0}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that what the command sets is undone
-        monkeypatch.delenv(name)
-
-
-def test_one_task_a_worker_is_a_worker(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = machine(2)
-    under_srun(monkeypatch, "2(x2)", 4)
-    assert start_workers(None, "auto", PlanSpec()) is None
-    assert started == []
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "4", "localhost")
-    with pytest.raises(PlanError, match="--devices is 2, but the launcher started 4 workers"):
-        start_workers(2, "auto", PlanSpec())
-
-
-def test_one_task_a_node_starts_workers(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = machine(2)
-    under_srun(monkeypatch, "1(x2)", 2)
-    with pytest.raises(typer.Exit):
-        start_workers(None, "auto", PlanSpec())
-    assert started == [(2, 0)]
-    assert "RANK" not in os.environ
-    # To evaluate, one process a node is enough, and they share the work.
-    assert start_workers(None, "auto") is None
-    assert os.environ["WORLD_SIZE"] == "2"
-
-
 def test_a_batch_script_that_forgets_srun(machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     machine(0)
     monkeypatch.setenv("SLURM_JOB_ID", "9")
@@ -330,11 +241,11 @@ def test_a_run_goes_on_with_the_workers_that_there_are(
     plan: dict[str, Any], overrides: list[str], devices: int | None, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = Spec(plan=PlanSpec(**plan))
-    found = fitted(spec, overrides, devices, Surroundings()).plan_spec
+    found = fitted(spec, overrides, devices, None).plan_spec
     assert found.model_dump() == PlanSpec(**expected).model_dump()
     said = capsys.readouterr().err
     assert ("the run was started with plan.replicas=" in said) == (found.model_dump() != PlanSpec(**plan).model_dump())
-    assert fitted(Spec(), overrides, devices, Surroundings()) == Spec()
+    assert fitted(Spec(), overrides, devices, None) == Spec()
 
 
 @pytest.mark.parametrize(
@@ -363,10 +274,10 @@ def test_a_run_that_is_resumed_takes_the_devices_that_it_had(
     monkeypatch.setattr(workers, "cores", lambda: cores)
     monkeypatch.setattr(workers, "gpus", lambda: ["GPU"] * gpus)
     spec = Spec(plan=PlanSpec(**plan)) if plan else Spec()
-    assert devices_of(tmp_path, spec, "auto", Surroundings()) is None  # nothing is known of it
+    assert devices_of(tmp_path, spec, "auto", None) is None  # nothing is known of it
     (tmp_path / "plan.json").write_text(json.dumps({"replicas": had[0], "stages": had[1]}))
-    assert devices_of(tmp_path, spec, "auto", Surroundings()) == expected
-    assert devices_of(tmp_path, spec, "auto", Surroundings("Slurm", workers=2)) is None
+    assert devices_of(tmp_path, spec, "auto", None) == expected
+    assert devices_of(tmp_path, spec, "auto", Hosts(1, 0, "localhost:1", "kubeflow", 2)) is None
     assert ("it goes on with" in capsys.readouterr().err) == (expected not in (None, had[0] * had[1]))
 
 

@@ -72,8 +72,6 @@ def install() -> None:
 
 if __name__ == "__main__":
     from carrywave.cli.main import app
-    from carrywave.parallel.liveness import heartbeat
 
-    heartbeat.start()
     install()
     app(prog_name="carrywave")

@@ -9,7 +9,6 @@ from typing import Any
 
 from carrywave.cli.main import app
 from carrywave.launch import launch_record
-from carrywave.parallel.liveness import heartbeat
 
 
 def harm() -> None:
@@ -33,6 +32,5 @@ def harm() -> None:
     Trainer.update = dying  # type: ignore[method-assign]
 
 
-heartbeat.start()
 harm()
 app(prog_name="carrywave")

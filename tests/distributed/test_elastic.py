@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from carrywave.errors import WorkerError
 from carrywave.launch.exit_reports import Ended
-from carrywave.launch.launcher import start
+from carrywave.launch.launcher import Patience, start
 from carrywave.parallel.liveness import heartbeat
 
 Write = Callable[[str, str], str]
@@ -30,7 +30,6 @@ DIES = str(Path(__file__).with_name("_dies.py"))
 PROLOGUE = """
 import os, signal, sys, time
 from pathlib import Path
-from carrywave.parallel.liveness import heartbeat
 from carrywave.launch import launch_record
 from carrywave.launch import exit_reports
 from carrywave.parallel.liveness import failure_file
@@ -42,10 +41,6 @@ def die(number=signal.SIGKILL):
     os.kill(os.getpid(), number)
     time.sleep(60)
 
-def step():  # one of the training, and time for it to be heard of
-    heartbeat.mark()
-    time.sleep(0.5)
-
 def snapshot(number):
     folder = here / "run" / "snapshots"
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,8 +50,6 @@ def snapshot(number):
 def fail(kind, code, message):
     failure_file.leave(failure_file.folder(), kind, code, message, ValueError(message), with_trace=kind == "fault")
     sys.exit(code)
-
-heartbeat.start()
 """
 
 
@@ -73,7 +66,7 @@ def launch(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     def run(text: str, devices: int = 2, restarts: int = 2, min_devices: int | None = None) -> Launched:
         said: list[str] = []
         command = [sys.executable, write("worker.py", PROLOGUE + text)]
-        return Launched(start(command, devices, restarts=restarts, min_devices=min_devices, say=said.append), said)
+        return Launched(start(command, devices, Patience(restarts, min_devices), say=said.append), said)
 
     return run
 
@@ -88,19 +81,6 @@ def test_dying_again_and_again_is_the_end(launch: Callable[..., Launched]) -> No
     done = launch("rank == 0 and die(signal.SIGSEGV)\ntime.sleep(60)")
     assert done.ended == Ended(1, "worker 0 of 2 was killed (signal 11, SIGSEGV); gave up after 2 restarts without progress")
     assert len(done.said) == 2
-
-
-def test_progress_starts_the_count_anew(launch: Callable[..., Launched]) -> None:
-    done = launch("rank == 0 and (snapshot(min(attempt, 2)), die())\ntime.sleep(60)")
-    # Step 0, 1 and 2 are each farther than before; then it is counted: two more restarts, and the end.
-    assert [line.rpartition("restarting ")[2] for line in done.said] == [
-        "from step 0 (restart 1 of 2)",
-        "from step 1 (restart 1 of 2)",
-        "from step 2 (restart 1 of 2)",
-        "from step 2 (restart 2 of 2)",
-    ]
-    assert done.ended.code == 1
-    assert done.ended.message.endswith("gave up after 2 restarts without progress")
 
 
 @pytest.mark.parametrize(
@@ -123,40 +103,6 @@ def test_an_error_before_the_first_step_is_not_tried_again(launch: Callable[...,
     done = launch("rank and fail('fault', 1, 'oops')\ntime.sleep(60)")
     assert (done.ended.code, done.ended.message, done.said) == (1, "worker 1: oops", [])
     assert "ValueError: oops" in done.ended.trace
-
-
-@pytest.mark.slow
-def test_an_error_that_comes_again_is_tried_once(launch: Callable[..., Launched]) -> None:
-    done = launch("step()\nrank and fail('fault', 1, 'oops')\ntime.sleep(60)")
-    assert (done.ended.code, done.ended.message) == (1, "worker 1: oops; it failed again at the same point")
-    assert done.said == ["worker 1: oops; restarting from the beginning (restart 1 of 2)"]
-
-
-def test_a_stopped_worker_is_found(launch: Callable[..., Launched]) -> None:
-    done = launch("if attempt == 0:\n    time.sleep(0.5)\n    rank and os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(60)")
-    assert done.ended == Ended(0)
-    assert done.said[0].startswith("worker 1 of 2 gave no sign of life for ")
-    assert done.said[0].endswith("and was killed; restarting from the beginning (restart 1 of 2)")
-
-
-def test_who_holds_the_interpreter_is_not_silent(launch: Callable[..., Launched]) -> None:
-    # A search keeps the lock for seconds: no thread beats, but the processor is busy.
-    busy = "import re\ntime.sleep(0.5)\nrank and re.match(r'(a|aa)+$', 'a' * 34 + 'b')\nprint('done')"
-    done = launch(busy, restarts=0)
-    assert done.ended == Ended(0)
-
-
-def test_a_hang_is_found(launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARRYWAVE_HANG_SECONDS", "1")
-    text = "for _ in range(3 - rank):\n    heartbeat.mark()\nif attempt == 0:\n    time.sleep(60)"
-    done = launch(text)
-    assert done.ended == Ended(0)
-    assert done.said[0].startswith("worker 1 of 2 hung: no worker took a step for 1 s, and this one had taken the fewest")
-
-
-def test_rest_is_no_hang(launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARRYWAVE_HANG_SECONDS", "0.5")
-    assert launch("heartbeat.mark()\nheartbeat.rest()\ntime.sleep(2)", restarts=0).ended == Ended(0)
 
 
 def test_going_on_with_fewer(launch: Callable[..., Launched], tmp_path: Path) -> None:
@@ -190,7 +136,6 @@ def test_what_workers_print_is_kept(launch: Callable[..., Launched], tmp_path: P
 rank or snapshot(3)
 print("out", rank, attempt, flush=True)
 print("err", rank, attempt, file=sys.stderr, flush=True)
-step()
 rank and fail("fault", 1, "oops")
 time.sleep(60)
 """
@@ -213,7 +158,7 @@ def test_asked_to_stop_while_starting_again(write: Write, tmp_path: Path, monkey
     monkeypatch.setenv("HERE", str(tmp_path))
     text = "if attempt == 0:\n    rank or snapshot(5)\n    die()\n(here / f'there-{rank}').touch()\ntime.sleep(60)"
     command = [sys.executable, write("worker.py", PROLOGUE + text)]
-    parent = f"from carrywave.launch.launcher import start\nimport sys\nsys.exit(start({command!r}, 2, restarts=3).code)\n"
+    parent = f"from carrywave.launch.launcher import Patience, start\nimport sys\nsys.exit(start({command!r}, 2, Patience(3)).code)\n"
     process = subprocess.Popen([sys.executable, write("parent.py", parent)], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("there-*"))) < 2 and time.monotonic() < deadline:
@@ -223,19 +168,6 @@ def test_asked_to_stop_while_starting_again(write: Write, tmp_path: Path, monkey
     assert process.returncode == 75
     assert err.count("\n") == 1
     assert "restarting from step 5 (restart 1 of 3)" in err
-
-
-def test_time_in_which_nobody_ran_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARRYWAVE_HEARTBEAT_SECONDS", "3")
-    (tmp_path / "0").write_bytes(heartbeat._FORM.pack(1, 0, 0))
-    listener = heartbeat.Listener(tmp_path, {0: 0}, now=100.0)
-    assert listener.failed([0], 100.1) is None
-    assert listener.failed([0], 4000.0) is None  # the machine slept
-    assert listener.failed([0], 4001.0) is None
-    assert listener.failed([0], 4002.0) is None
-    found = listener.failed([0], 4003.0)
-    assert found is not None
-    assert found[0] == 0
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
@@ -289,7 +221,7 @@ def train(
     said: list[str] = []
     command = [sys.executable, DIES, "train", *SPEC, *words, "--device", "cpu", "--run", run]
     environment = {"DIE": json.dumps(die or {})}
-    return start(command, devices, environment=environment, say=said.append, **{"restarts": 3, **how}), said
+    return start(command, devices, Patience(how.get("restarts", 3), how.get("min_devices")), environment=environment, say=said.append), said
 
 
 @pytest.fixture
@@ -335,7 +267,7 @@ def test_a_killed_worker_does_not_change_the_answer(folder: Path, write: Write) 
     """In the same processes, for the time's sake: so the second attempt finds the first of its two runs done."""
     said: list[str] = []
     command = [sys.executable, write("twice.py", TWICE)]
-    assert start(command, 2, environment={"SPEC": " ".join(SPEC)}, restarts=1, say=said.append) == Ended(0)
+    assert start(command, 2, Patience(1), environment={"SPEC": " ".join(SPEC)}, say=said.append) == Ended(0)
     # Snapshots are written beside the training: it may be that none was whole yet.
     assert re.fullmatch(rf"worker 0 of 2 was killed \(signal 9, SIGKILL\); restarting {FROM} \(restart 1 of 1\)", said[0])
     assert contents(folder / "killed") == contents(folder / "calm")

@@ -17,7 +17,7 @@ import pytest
 import _warm
 from carrywave.launch import supervisor
 from carrywave.launch.exit_reports import Ended
-from carrywave.launch.launcher import start
+from carrywave.launch.launcher import Patience, start
 
 Write = Callable[[str, str], str]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -167,11 +167,11 @@ def test_a_second_signal_ends_them_there_and_then(write: Write, tmp_path: Path) 
 def test_a_signal_to_one_worker_before_the_first_step_asks_all_to_stop(number: signal.Signals, write: Write, tmp_path: Path) -> None:
     text = f"rank and os.kill(os.getpid(), {int(number)})\nsignal.signal({int(number)}, lambda *_: sys.exit(75))\ntime.sleep(60)"
     said: list[str] = []
-    assert start(worker(text, write), 2, restarts=3, say=said.append).code == 128 + number
+    assert start(worker(text, write), 2, Patience(3), say=said.append).code == 128 + number
     assert said == []  # nobody is started again
     (tmp_path / "run" / "snapshots").mkdir(parents=True)
     (tmp_path / "run" / "snapshots" / "last").write_text("step-00000200\n")
-    assert start(worker(text, write), 2, restarts=3, resumes=tmp_path / "run", say=said.append) == Ended(
+    assert start(worker(text, write), 2, Patience(3), resumes=tmp_path / "run", say=said.append) == Ended(
         75, f"stopped by {number.name} before the first step; the run is unchanged, at step 200"
     )
 
@@ -181,7 +181,7 @@ def test_a_run_that_is_resumed_restarts_from_where_it_is(write: Write, tmp_path:
     (tmp_path / "run" / "snapshots" / "last").write_text("step-00000200\n")
     said: list[str] = []
     text = "'\"attempt\":0' in Path(os.environ['CARRYWAVE_WORKER']).read_text() and rank and os.kill(os.getpid(), signal.SIGKILL)"
-    assert start(worker(text, write), 2, restarts=3, resumes=tmp_path / "run", say=said.append) == Ended(0)
+    assert start(worker(text, write), 2, Patience(3), resumes=tmp_path / "run", say=said.append) == Ended(0)
     assert [line.partition("; ")[2] for line in said] == ["restarting from step 200 (restart 1 of 3)"]
 
 
@@ -264,6 +264,7 @@ SCRIPT = """
 import os, sys
 from carrywave.errors import DataError
 from carrywave.launch import script_workers
+from carrywave.launch.launcher import Patience
 
 def say(line):
     os.write(1, (line + "\\n").encode())  # at once: several processes write
@@ -275,7 +276,7 @@ def fit(name, devices=1):
     with script_workers.working():
         result = {"name": name, "words": sys.argv[1:]}
         if devices > 1 and not script_workers.is_script_worker():
-            return script_workers.relaunch(devices)
+            return script_workers.relaunch(devices, Patience())
         say(f"work {name} {os.environ.get('RANK', 'alone')}")
         if name == "bad":
             raise DataError("no; do")
@@ -359,7 +360,7 @@ def test_a_bad_tf_config_is_refused(python: Run) -> None:
         TF_CONFIG='{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "ps", "index": 0}}',
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith("carrywave: TF_CONFIG lists tasks of type ps: carrywave has no parameter servers")
+    assert ended.stderr.startswith("carrywave: TF_CONFIG has a task of type ps: workers hold the weights and evaluate")
 
 
 @pytest.mark.slow

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import _disturbed_run as disturbed_run
 from _disturbed_run import RunSetup
-from carrywave.launch.shares.mps import TOOL
+from carrywave.launch.shares.mps import TOOL, shares
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,8 +39,11 @@ def write_numbers(folder: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CARRYWAVE_SHARE_GPU", raising=False)
+def _on_shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with shares(2) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

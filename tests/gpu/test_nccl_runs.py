@@ -49,7 +49,6 @@ MODES: dict[str, tuple[str, ...]] = {
 @pytest.fixture(autouse=True)
 def _on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user would ask for it."""
-    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "2")
     monkeypatch.setenv("CARRYWAVE_TRANSPORT", "nccl")
     paths = [str(Path(carrywave.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -57,8 +56,9 @@ def _on_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(folder: Path, run: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "carrywave", "train", *WORDS, *TRAIN, *words, "--devices", "2", "--run", run]
-    kept = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=kept, timeout=200, stdin=subprocess.DEVNULL)
+    with shares(2) as shared:
+        kept = os.environ | shared | environment
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=kept, timeout=200, stdin=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("mode", MODES)

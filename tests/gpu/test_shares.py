@@ -128,10 +128,10 @@ def test_a_run_on_two_shares(plan: str, precision: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the carry is passed along, and work moves as a wave. " * 40)
     words = ["data.train=text.txt", "data.tokens=char", "model.hidden=64", "model.layers=2", "batch.lanes=8", "batch.steps=32"]
     words += ["train.epochs=2", f"train.precision={precision}", plan, "--run", "run", "--device", "cuda"]
-    command = [sys.executable, "-m", "carrywave", "train", *words]
-    environment = os.environ | {"CARRYWAVE_SHARE_GPU": "2"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=500, stdin=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "carrywave", "train", *words, "--devices", "2"]
+    with shares(2) as shared:
+        environment = os.environ | shared
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=500, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
-    assert "2 workers on 1/2 of a GPU each, to try it out: one worker on the whole GPU is faster" in done.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]

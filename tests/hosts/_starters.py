@@ -1,32 +1,16 @@
-"""The same training, started on two hosts in every way there is."""
+"""The same training, started on two hosts by torchrun or by what an engine says."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 from _namespaces import ADDRESSES, NAMES, Cluster, OnHost
 
 TRAIN = ["-m", "carrywave", "train", "--device", "cpu"]
 SPEC = ["model.hidden=8", "model.layers=2", "model.dropout=0.2", "batch.lanes=4", "batch.steps=8", "train.optimizer=adam", "train.lr=0.001"]
-SPEC += [
-    "data.train=train.txt",
-    "data.valid=valid.txt",
-    "train.epochs=1000",
-    "train.precision=fp64",
-    "train.log_every=10",
-    "train.snapshot_every=10",
-]
-
-
-class Starter(NamedTuple):
-    """How a host learns of the others: further words of the command, and variables, of each host; or all words instead."""
-
-    words: Callable[[int, int], list[str]]  # of a host, and the port
-    variables: Callable[[int, int], dict[str, str]]
-    instead: Callable[[int, int], list[str]] | None = None
+SPEC += ["data.train=train.txt", "data.valid=valid.txt", "plan.replicas=2", "train.epochs=1000", "train.precision=fp64"]
+SPEC += ["train.log_every=10", "train.snapshot_every=10"]
+RUN = ["--run", "run"]
 
 
 def tf_config(node: int, port: int) -> dict[str, str]:
@@ -36,57 +20,40 @@ def tf_config(node: int, port: int) -> dict[str, str]:
 
 
 def kubeflow(node: int, port: int) -> dict[str, str]:
-    return {
-        "PET_NNODES": "2",
-        "PET_NPROC_PER_NODE": "1",
-        "PET_NODE_RANK": str(node),
-        "PET_MASTER_ADDR": NAMES[0],
-        "PET_MASTER_PORT": str(port),
-    }
+    names = {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 1, "PET_NODE_RANK": node, "PET_MASTER_ADDR": NAMES[0], "PET_MASTER_PORT": port}
+    return {name: str(value) for name, value in names.items()}
 
 
 def skypilot(node: int, port: int) -> dict[str, str]:
     addresses = "\n".join(ADDRESSES)
-    names = {"SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "0"}
-    return names | {"CARRYWAVE_PORT": str(port)}
+    return {"SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NODE_RANK": str(node), "CARRYWAVE_PORT": str(port)}
 
 
-def _torchrun(node: int, port: int) -> list[str]:
+def _torchrun(port: int) -> list[str]:
     where = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={NAMES[0]}:{port}", "--rdzv-id=two"]
     return ["-m", "torch.distributed.run", *where, "--max-restarts=3", "-m", "--", "carrywave", "train", "--device", "cpu"]
 
 
-def _none(node: int, port: int) -> list[str]:
-    return []
+ENGINES = {"TF_CONFIG": tf_config, "kubeflow": kubeflow, "skypilot": skypilot}
+STARTERS = ("torchrun", *ENGINES)
 
 
-STARTERS = {
-    "torchrun": Starter(_none, lambda node, port: {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, _torchrun),
-    "TF_CONFIG": Starter(_none, tf_config),
-    "kubeflow": Starter(_none, kubeflow),
-    "skypilot": Starter(_none, skypilot),
-    "by hand": Starter(lambda node, port: ["--hosts", f"{NAMES[0]}:{port},{NAMES[1]}", "--host-index", str(node)], lambda node, port: {}),
-}
-
-
-def write_data(folder: Path) -> None:
+def write_data(cluster: Cluster) -> None:
     """The text that SPEC reads: short, so that the evaluation at the end is."""
     text = "the carry is passed along, and work moves through layers and time as a wave. "
-    (folder / "train.txt").write_text(text * 12)
-    (folder / "valid.txt").write_text(text)
+    (cluster.folder / "train.txt").write_text(text * 12)
+    (cluster.folder / "valid.txt").write_text(text)
 
 
-def start(cluster: Cluster, how: str, run: str, port: int, *words: str, **variables: str) -> tuple[OnHost, OnHost]:
+def start(cluster: Cluster, how: str, port: int, *words: str, **variables: str) -> tuple[OnHost, OnHost]:
     """Start a training on both hosts, in this way."""
-    first, second = (start_on(cluster, node, how, run, port, *words, **variables) for node in range(2))
+    first, second = (start_on(cluster, node, how, port, *words, **variables) for node in range(2))
     return first, second
 
 
-def start_on(cluster: Cluster, node: int, how: str, run: str, port: int, *words: str, **variables: str) -> OnHost:
+def start_on(cluster: Cluster, node: int, how: str, port: int, *words: str, **variables: str) -> OnHost:
     """Start a training on one of the hosts, in this way."""
-    write_data(cluster.folder)
-    starter = STARTERS[how]
-    command = TRAIN if starter.instead is None else starter.instead(node, port)
-    return cluster.start(
-        node, [*command, *SPEC, "--run", run, *starter.words(node, port), *words], **(starter.variables(node, port) | variables)
-    )
+    write_data(cluster)
+    said = ENGINES[how](node, port) if how in ENGINES else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = TRAIN if how in ENGINES else _torchrun(port)
+    return cluster.start(node, [*command, *SPEC, *RUN, *words], **(said | variables))

@@ -10,16 +10,17 @@ import pytest
 
 from carrywave.errors import DataError, PortError, ResourceError, UserError
 from carrywave.launch import exit_reports
-from carrywave.launch.exit_reports import Ended, WorkerEnds
+from carrywave.launch.exit_reports import Ended
 from carrywave.parallel.liveness.failure_file import Cause, leave
 
 
 def of(codes: list[int], *told: Cause, asked: int | None = None, killed: tuple[int, ...] = ()) -> Ended:
-    return WorkerEnds(dict(enumerate(codes)), {cause.rank: cause for cause in told}, asked, frozenset(killed)).ended(len(codes))
+    left = {rank: code for rank, code in enumerate(codes) if rank not in killed}
+    return exit_reports.ended(left, {cause.rank: cause for cause in told}, len(codes), asked)
 
 
 def cause(rank: int, kind: Any, seconds: float = 1.0, **more: Any) -> Cause:
-    code = {"user": 2, "fault": 1, "lost": 1}[kind]
+    code = {"user": 2, "fault": 1, "lost": 1, "silent": 1}[kind]
     return Cause(rank, kind, more.pop("code", code), more.pop("message", f"{kind} {rank}"), seconds=seconds, **more)
 
 
@@ -61,20 +62,21 @@ def test_a_worker_without_a_word_keeps_its_exit_code() -> None:
 def test_lost_contact_alone() -> None:
     """What a worker says of it, and of two the one that knows whom."""
     end = of([1, 1], cause(0, "lost", 1.0), cause(1, "lost", 2.0, peer=2))
-    assert (end.code, end.message, end.died, end.lost, end.peer) == (1, "lost 1", True, True, 2)
-    assert not of([1, 1], cause(0, "lost"), cause(1, "fault")).lost
+    assert (end.code, end.message, end.died, end.rank) == (1, "lost 1", True, 2)
+
+
+def test_a_silent_worker_is_named_though_it_was_killed() -> None:
+    end = of([1, -9, 1], cause(0, "silent", 2.0, peer=1), cause(2, "lost", 1.0))
+    assert (end.message, end.died, end.rank) == ("silent 0", True, 1)
 
 
 def test_a_signal_before_the_first_step_of_one_is_no_lost_contact() -> None:
     """The one that had begun only misses the one that the signal ended."""
     assert of([1, -15], cause(0, "lost"), asked=15) == Ended(143)
-    assert of([1, 1], cause(0, "lost"), cause(1, "lost"), asked=15).lost
 
 
 def test_a_signal_that_was_passed_on() -> None:
     assert of([-15, -15], asked=15) == Ended(143)
-    assert of([-9, -9], asked=2, killed=(0, 1)).code == 130
-    assert "since the last snapshot" in of([-9, -9], asked=2, killed=(0, 1)).message
     assert of([130, 130], cause(0, "user", code=130, message="interrupted"), cause(1, "lost"), asked=2) == Ended(130, "interrupted")
     assert of([1, 1], asked=2) == of([1, 130], asked=2) == Ended(130, "interrupted")  # Python itself ends so while it starts
     assert of([1, 1], asked=15).code == 1

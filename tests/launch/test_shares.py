@@ -295,32 +295,8 @@ if rank == "1" and attempt == "0":
 """
 
 
-def test_a_launch_has_one_daemon_for_all_workers_and_restarts(tmp_path: Path, pids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = busy_for(1, tmp_path, monkeypatch)
-    told, said = tmp_path / "told", list[str]()
-    told.mkdir()
-    command = [sys.executable, "-c", TELLS, str(told)]
-    assert start(command, 6, shares=2, restarts=1, say=said.append) == Ended(0)
-    assert said[0] == "6 workers on 1/2 of a GPU each, to try it out: one worker on the whole GPU is faster"
-    assert said[1].startswith("worker 1 of 6 was killed (signal 9, SIGKILL); restarting")
-    assert asked.read_text() == ".."  # before the second attempt
-    [daemon] = noted(pids).values()
-    for rank in range(6):
-        worker = json.loads((told / f"1-{rank}.json").read_text())
-        assert worker["CUDA_MPS_PIPE_DIRECTORY"] == daemon["CUDA_MPS_PIPE_DIRECTORY"]
-        assert [worker[name] for name in ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CARRYWAVE_SHARE_GPU")] == ["50", "2"]
-        assert worker["devices"][rank] == rank
-
-
 def test_without_shares_a_launch_starts_no_daemon(tmp_path: Path, pids: Path) -> None:
     assert start([sys.executable, "-c", "import os; assert 'CUDA_MPS_PIPE_DIRECTORY' not in os.environ"], 2) == Ended(0)
-    assert noted(pids) == {}
-
-
-def test_more_workers_than_shares_are_refused(pids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(WorkerError, match="5 workers have only 2 shares of 1 GPU; use devices=2, or set CARRYWAVE_SHARE_GPU=5"):
-        start(["nothing"], 5, shares=2, say=lambda line: None)
     assert noted(pids) == {}
 
 

@@ -14,7 +14,8 @@ from carrywave.runs.run import Run
 @pytest.fixture
 def outputs(tmp_path: Path) -> Outputs:
     printed = Outputs(tmp_path / "logs", direct=False)
-    os.write(printed.of(0)[1], b"a word\n")
+    os.write(printed.of(0)[1].fileno(), b"a word\n")
+    printed.close()
     return printed
 
 
@@ -24,7 +25,6 @@ def test_logs_are_copied_into_a_run(outputs: Outputs, tmp_path: Path) -> None:
     assert outputs.publish(run.path) == run.path / "logs" / "attempt-0"
     assert [path.read_bytes() for path in run.path.glob("logs/*/rank-0*")] == [b"a word\n"]
     run.release()
-    outputs.close()
 
 
 def test_a_folder_that_is_not_yet_a_run_stays_free(outputs: Outputs, tmp_path: Path) -> None:
@@ -32,4 +32,3 @@ def test_a_folder_that_is_not_yet_a_run_stays_free(outputs: Outputs, tmp_path: P
     (tmp_path / "run").mkdir()
     assert outputs.publish(tmp_path / "run") is None
     Run.create(tmp_path / "run", "language")
-    outputs.close()

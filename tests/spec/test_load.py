@@ -222,6 +222,11 @@ def test_text_may_be_empty_or_in_quotes(text: str, value: str | None) -> None:
     assert set_overrides({}, [f"data.text={text}"]) == {"data": {"text": value}}
 
 
+def test_a_comma_is_a_decimal_mark() -> None:
+    data = load(None, ["task=forecasting", "data.train=x.csv", "data.decimal=,", "data.separator=tab", "data.read={skiprows: 3}"]).data
+    assert data.told == {"sep": "\t", "decimal": ",", "skiprows": 3}
+
+
 def test_one_name_or_number_is_a_list_of_one() -> None:
     data = load(overrides=["task=forecasting", "data.train=a.csv", "data.targets=load", "data.calendar=hour", "data.bands=0.8"]).data
     assert (data.targets, data.calendar, data.bands) == (("load",), ("hour",), (0.8,))

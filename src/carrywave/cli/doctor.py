@@ -18,12 +18,10 @@ from rich.table import Table
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, note
 from carrywave.errors import PlanError, UserError, WorkerError
-from carrywave.launch.engines import slurm, surroundings
-from carrywave.launch.engines.hosts import host_and_port
 from carrywave.launch.hardware import cores, gpus
+from carrywave.launch.hosts import host_and_port, hosts_of, take_place
 from carrywave.launch.launcher import start
 from carrywave.launch.script_workers import script_command
-from carrywave.parallel.startup.environment import shares_of_a_gpu
 from carrywave.parallel.startup.launcher_env import is_first, launched
 from carrywave.runs import output_file
 from carrywave.runs.watcher import printable
@@ -47,7 +45,7 @@ def doctor(
     meeting = None if meet is None else _host_and_port(meet)
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
-    slurm.take_place(trains=True)
+    take_place(trains=True)
     if not launched():
         _start(device.value, devices)
     elif devices is not None and VERDICT not in os.environ and str(devices) != os.environ.get("WORLD_SIZE"):
@@ -64,13 +62,18 @@ def doctor(
 
 def _start(device: str, devices: int | None) -> None:
     """Start workers and exit with their verdict; return if this process is to do the work alone."""
-    where = surroundings.find(os.environ)
-    hosts, shares = where.hosts, shares_of_a_gpu()
-    count = devices or where.workers or (0 if device == "cpu" else len(gpus())) or min(ON_A_CPU, cores())
-    if count == 1 and hosts is None:
+    where = hosts_of(os.environ)
+    several = where is not None and where.number > 1
+    count = devices or (None if where is None else where.workers) or (0 if device == "cpu" else len(gpus())) or min(ON_A_CPU, cores())
+    if count == 1 and not several:
         return
     with tempfile.TemporaryDirectory(prefix="carrywave-doctor-") as folder:
-        ended = start(script_command(), count, hosts=hosts, environment={VERDICT: folder}, shares=shares if gpus() else 1, say=note)
+        if where is not None and several:
+            from carrywave.launch.elastic import start_on_hosts
+
+            ended = start_on_hosts(script_command(), count, where, 0, note, {VERDICT: folder})
+        else:
+            ended = start(script_command(), count, environment={VERDICT: folder}, say=note)
         codes = [int(path.read_text("ascii")) for path in Path(folder).iterdir()]
     end_as(ended)
     raise typer.Exit(max(codes, default=1))
@@ -86,7 +89,7 @@ def _leave(code: int) -> None:
 
 def _host_and_port(text: str) -> tuple[str, int]:
     try:
-        return host_and_port(text, "--meet")
+        return host_and_port(text)
     except WorkerError as error:
         raise UserError(f"--meet {text} is not an address; write it as in hostA:29500") from error
 

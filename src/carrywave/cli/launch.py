@@ -11,8 +11,7 @@ import typer
 
 from carrywave.cli.options import Device, note, spec_and_overrides
 from carrywave.errors import UserError
-from carrywave.launch.job_files import sbatch, skypilot, trainjob
-from carrywave.launch.job_files.job import Job, name_for, seconds_of
+from carrywave.launch.job_files import Job, for_kubernetes, for_skypilot, for_slurm, name_for, seconds_of
 from carrywave.runs import output_file
 from carrywave.spec.load import load
 
@@ -70,11 +69,11 @@ def launch(
     )
     job.check_plan(resolved.plan_spec)
     if to is To.slurm:
-        text = sbatch.script(job)
+        text = for_slurm(job)
     elif to is To.kubernetes:
-        text = trainjob.manifest(job, None if path is None else path.read_text(encoding="utf-8-sig"), claim)
+        text = for_kubernetes(job, None if path is None else path.read_text(encoding="utf-8-sig"), claim)
     else:
-        text = skypilot.task(job, setup)
+        text = for_skypilot(job, setup)
     if file is None:
         typer.echo(text, nl=False)
     else:

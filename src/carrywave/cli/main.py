@@ -22,6 +22,7 @@ from carrywave.cli.predict import predict
 from carrywave.cli.report import report
 from carrywave.cli.train import train
 from carrywave.cli.tune import tune
+from carrywave.launch.exit_reports import told_apart
 from carrywave.runs import output_file
 from carrywave.spec.describe import schema as spec_schema
 
@@ -67,4 +68,7 @@ for command in (train, tune, plan, doctor, launch, export, backtest, report, eva
 def main() -> None:
     """Run the command named on the command line."""
     plain_warnings()
-    app(prog_name="carrywave")
+    try:
+        app(prog_name="carrywave")
+    except SystemExit as end:
+        raise SystemExit(told_apart(end.code if isinstance(end.code, int) else int(end.code is not None))) from None

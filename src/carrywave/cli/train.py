@@ -14,9 +14,6 @@ from carrywave.cli.exits import leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, JsonOption, display_console, spec_and_overrides, write_rows
 from carrywave.cli.workers import (
     DevicesOption,
-    Elastic,
-    HostIndexOption,
-    HostsOption,
     MinDevicesOption,
     OnOption,
     RestartsOption,
@@ -25,15 +22,14 @@ from carrywave.cli.workers import (
     devices_of,
     devices_that_pay,
     fitted,
-    keeps_the_run,
     requested_job,
     start_on_ray,
     start_workers,
 )
 from carrywave.errors import ResourceError, RunError, UserError
 from carrywave.launch import launch_record
-from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
+from carrywave.launch.launcher import Patience
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
 from carrywave.runs.display import PlainWatcher, Recorder, watcher_for
@@ -60,8 +56,6 @@ def train(
     on: OnOption = None,
     restarts: RestartsOption = None,
     min_devices: MinDevicesOption = None,
-    hosts: HostsOption = None,
-    host_index: HostIndexOption = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Train N runs that differ by their seed, one to a device, in DIR/seed-1, ….")
     ] = None,
@@ -70,20 +64,20 @@ def train(
     """Train a model; without a SPEC, a small character model on text that ships with Python."""
     path, overrides = spec_and_overrides(spec or [])
     if seeds is not None:
-        if dry_run or on is not None or hosts is not None or host_index is not None or min_devices is not None:
-            raise UserError("--seeds trains several runs on this machine; remove --dry-run, --on, --hosts, --host-index and --min-devices")
+        if dry_run or on is not None or min_devices is not None:
+            raise UserError("--seeds trains several runs on this machine; remove --dry-run, --on and --min-devices")
         resume = resume or (or_start and run is not None and (Path(run) / "seeds.yaml").is_file())
         further = [] if restarts is None else ["--restarts", str(restarts)]
         resolved = None if resume and not spec else load(path, overrides)
         return _train_seeds(resolved, seeds, run, resume, init, device.value, devices, further, json_file)
     job = requested_job(path, overrides, run)
-    where = around(hosts, host_index, job)
+    where = around()
     with agreed(device.value, job) as of_rank_0:
         resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _run_exists(run)})["there"]))
         if resume and init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
         if resume and path is None:
-            resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides, own=True)
+            resolved = with_overrides(of_rank_0(lambda: _spec_of(run)), overrides, own=True)
         else:
             resolved = load(path, overrides)
         before = Path(run) if resume and run is not None else None
@@ -93,22 +87,22 @@ def train(
             resolved = fitted(resolved, overrides, devices, where)
         output_file.check(json_file)
     if on is not None and not dry_run:
-        start_on_ray(devices, device.value, resolved.plan_spec, Elastic(restarts, min_devices))
+        start_on_ray(devices, device.value, resolved.plan_spec, Patience(restarts, min_devices))
     if devices is None and min_devices is None:
         devices = devices_that_pay(resolved, device.value, where)
-    elastic = Elastic(restarts, min_devices)
-    workers = start_workers(devices, device.value, resolved.plan_spec, where=where, elastic=elastic, dry_run=dry_run, resumes=before)
+    patience = Patience(restarts, min_devices)
+    workers = start_workers(devices, device.value, resolved.plan_spec, where=where, patience=patience, dry_run=dry_run, resumes=before)
     if dry_run and is_first():
-        typer.echo(dump(_with_precision(resolved, run if resume else None, device.value, where)), nl=False)
+        typer.echo(dump(_with_precision(resolved, run if resume else None, device.value)), nl=False)
     _train(resolved, run, resume, init, device.value, workers, json_file, dry_run=dry_run)
 
 
-def _with_precision(spec: Spec, before: str | None, device: str, where: Surroundings) -> Spec:
+def _with_precision(spec: Spec, before: str | None, device: str) -> Spec:
     """The spec with the precision that `auto` is on this device or, where a run goes on, was in that run (`before`)."""
     if spec.train.precision != AUTO:
         return spec
     if before is not None:
-        return with_precision(spec, parse(_spec_of(before, where), own=True).train.precision)
+        return with_precision(spec, parse(_spec_of(before), own=True).train.precision)
     with leaving_at_once():
         from carrywave.parallel.devices import pick_device
         from carrywave.step.precision import made_for_bf16
@@ -181,14 +175,12 @@ def _train_seeds(
     typer.echo(f"predict with all of them: carrywave predict {result.run}/seed-* INPUT")
 
 
-def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
-    """The values of the spec of a run that is resumed; none where another host keeps it, and its workers will read them."""
+def _spec_of(run: str | None) -> dict[str, Any]:
+    """The values of the spec of a run that is resumed."""
     if run is None:
         raise RunError("--resume needs a run folder; pass --run DIR")
     path = Path(run) / "spec.yaml"
     if not path.is_file():
-        if not keeps_the_run(where):
-            return {}
         raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
     return read_own(path)
 

@@ -8,7 +8,6 @@ import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,16 +17,12 @@ import typer
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import note
 from carrywave.errors import PlanError, UserError
-from carrywave.launch.engines import slurm, surroundings
-from carrywave.launch.engines.ray_cluster import connected
-from carrywave.launch.engines.surroundings import Surroundings
 from carrywave.launch.hardware import cores, gpus
-from carrywave.launch.launcher import is_worker, start
-from carrywave.launch.restart_policy import RESTARTS
+from carrywave.launch.hosts import Hosts, forgotten_srun, hosts_of, take_place
+from carrywave.launch.launcher import NEVER, Patience, is_worker, start
 from carrywave.launch.script_workers import script_command
-from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.door import Job, job_of
-from carrywave.parallel.startup.environment import SHARE_GPU, may_share_gpu, shares_of_a_gpu
+from carrywave.parallel.startup.environment import may_share_gpu
 from carrywave.parallel.startup.launcher_env import check_not_of_mpi, launched
 from carrywave.plan.plan import fewer
 from carrywave.spec.load import load
@@ -53,13 +48,8 @@ class On(StrEnum):
 OnOption = Annotated[On | None, typer.Option("--on", help="Start the workers on a Ray cluster instead of this machine.")]
 MinDevicesOption = Annotated[
     int | None,
-    typer.Option(metavar="M", help="Continue with fewer workers, but at least M on all hosts, if one keeps dying or a host is gone."),
+    typer.Option(metavar="M", help="Continue with fewer workers of this machine, but at least M, if one keeps dying."),
 ]
-HostsOption = Annotated[
-    str | None,
-    typer.Option(metavar="HOST[:PORT],HOST", help="Train on these hosts: start this command on each of them. The first is the rendezvous."),
-]
-HostIndexOption = Annotated[int | None, typer.Option(metavar="N", help="Which of --hosts this one is, from 0.")]
 
 
 Read = Callable[[], dict[str, Any]]
@@ -75,7 +65,6 @@ def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dic
     if not launched():
         yield lambda read: read()
         return
-    heartbeat.start()
     with leaving_at_once():
         from carrywave.parallel.world import from_rank_0, join, leave, raise_on_all
 
@@ -92,13 +81,13 @@ def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dic
         raise
 
 
-def around(hosts: str | None = None, host_index: int | None = None, job: Job | None = None) -> Surroundings:
-    """Where this process is, by its environment and what the user says. `job` is what all hosts are to do together."""
-    slurm.take_place(trains=True)
-    place = surroundings.find(os.environ, hosts, host_index)
-    if place.hosts is None:
+def around() -> Hosts | None:
+    """The hosts of which this is one, if an engine names any. A task of srun that is a worker becomes one."""
+    take_place(trains=True)
+    hosts = hosts_of(os.environ)
+    if hosts is None:
         check_not_of_mpi()
-    return place if place.hosts is None else replace(place, hosts=replace(place.hosts, asked=dict(job or {})))
+    return hosts
 
 
 def requested_job(path: Path | None, overrides: Sequence[str], run: str | None) -> Job:
@@ -109,12 +98,7 @@ def requested_job(path: Path | None, overrides: Sequence[str], run: str | None) 
         return job_of(None, run)
 
 
-def keeps_the_run(where: Surroundings) -> bool:
-    """False on a host that starts workers for a run that another host keeps."""
-    return where.hosts is None or where.hosts.node == 0
-
-
-def devices_of(run: Path, spec: Spec, device: str, where: Surroundings) -> int | None:
+def devices_of(run: Path, spec: Spec, device: str, where: Hosts | None) -> int | None:
     """As many devices as the run had that goes on, or all that are here if those are fewer. None if that does not tell: nothing is known of
     it, the spec asks for another plan by now, or an engine says how many there are.
     """
@@ -124,7 +108,7 @@ def devices_of(run: Path, spec: Spec, device: str, where: Surroundings) -> int |
     except (OSError, ValueError, TypeError, KeyError):
         return None
     wanted = spec.plan_spec
-    if where != Surroundings() or had % wanted.stages or wanted.replicas not in (None, had // wanted.stages):
+    if where is not None or launched() or had % wanted.stages or wanted.replicas not in (None, had // wanted.stages):
         return None
     here = (0 if device == "cpu" else len(gpus())) or cores()
     if here < had:
@@ -132,18 +116,18 @@ def devices_of(run: Path, spec: Spec, device: str, where: Surroundings) -> int |
     return min(had, here)
 
 
-def devices_that_pay(spec: Spec, device: str, where: Surroundings) -> int | None:
+def devices_that_pay(spec: Spec, device: str, where: Hosts | None) -> int | None:
     """How many of several GPUs are worth training on when neither the user nor an engine has said; None leaves the default."""
-    if device == "cpu" or where != Surroundings() or len(gpus()) < 2 or shares_of_a_gpu() > 1:
-        return None  # shares are for trying out as many as were asked for
+    if device == "cpu" or where is not None or launched() or len(gpus()) < 2:
+        return None
     with leaving_at_once():
         from carrywave.train.start.planning import best_number
     return best_number(spec, device, note)
 
 
-def fitted(spec: Spec, overrides: Sequence[str], devices: int | None, where: Surroundings) -> Spec:
+def fitted(spec: Spec, overrides: Sequence[str], devices: int | None, where: Hosts | None) -> Spec:
     """The spec of a run that goes on, with a plan for the workers of now; a plan that these overrides set is left alone."""
-    hosts = 1 if where.hosts is None else len(where.hosts.addresses)
+    hosts = 1 if where is None else where.number
     size = os.environ.get("WORLD_SIZE", "") if launched() else "" if devices is None else str(devices * hosts)
     keys = {text.partition("=")[0].strip() for text in overrides}
     if not size.isdecimal() or not int(size) or spec.plan == "auto" or "plan" in keys:
@@ -164,38 +148,30 @@ def fitted(spec: Spec, overrides: Sequence[str], devices: int | None, where: Sur
     return spec.model_copy(update={"plan": plan})
 
 
-@dataclass(frozen=True)
-class Elastic:
-    """What to do when a worker dies."""
-
-    restarts: int | None = None  # None: the default for several workers
-    min_devices: int | None = None  # None: never continue with fewer than were asked for
-
-
 def start_workers(
     devices: int | None,
     device: str,
     plan: PlanSpec | None = None,
     *,
-    where: Surroundings | None = None,
-    elastic: Elastic | None = None,
+    where: Hosts | None = None,
+    patience: Patience = NEVER,
     dry_run: bool = False,
     direct_output: bool = False,
     resumes: Path | None = None,
 ) -> int | None:
     """Start workers if several are needed and exit with their result; return only in a process that does the work itself.
 
-    In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default. If
-    GPUs are divided into shares, each worker has one, even a single worker; a command without a plan, only if `devices` is given.
-    Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again. Without `where` it is
-    found out, if there is a plan. With `direct_output`, rank 0 writes its result to our standard output itself. `resumes` is the run that
+    In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default, and
+    workers that die are not started again: such commands are short, and the user can repeat them. `where`: the hosts of which this is one,
+    found out if there is a plan. With `direct_output`, rank 0 writes its result to our standard output itself. `resumes` is the run that
     is to go on.
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
     if plan is None:
-        slurm.take_place(trains=False)  # evaluation and prediction run on one host, and follow no engine to others
-    where = where or (Surroundings() if plan is None else around())
+        take_place(trains=False)  # evaluation and prediction run on one host, and follow no engine to others
+    else:
+        where = where or around()
     if launched():
         size = os.environ.get("WORLD_SIZE")
         if devices is not None and str(devices) != size and not is_worker():
@@ -203,41 +179,31 @@ def start_workers(
                 f"--devices is {devices}, but the launcher started {size} worker{'s' * (size != '1')} (WORLD_SIZE); remove --devices"
             )
         return None
-    hosts, devices = where.hosts, devices or where.workers
-    if plan is not None and (doubt := slurm.doubt(os.environ)) is not None:
-        note(doubt)
-    shares = shares_of_a_gpu() if devices is not None or plan is not None else 1
-    gpus = _gpus(device, needed=shares > 1 or (devices is None and plan is not None))
-    count = devices or (gpus * shares if plan is not None else 0) or 1
-    shares = shares if gpus else 1
-    if plan is not None and hosts is None and count > 1:
+    hosts = 1 if where is None else where.number
+    devices = devices or (None if where is None else where.workers)
+    if plan is not None and (hint := forgotten_srun(os.environ)) is not None:
+        note(hint)
+    count = devices or (_gpus(device) if plan is not None else 0) or 1
+    if plan is not None and hosts == 1 and count > 1:
         _check_plan(plan, count)
     if dry_run:
-        total = count * (1 if hosts is None else len(hosts.addresses))
-        return None if total == 1 else total
-    _check_elastic(elastic or Elastic(), count, one_host=hosts is None)
+        return None if count * hosts == 1 else count * hosts
+    _check_patience(patience, count, hosts)
     # A single worker runs under a supervising process only if restarts were asked for.
-    watched = elastic is not None and bool(elastic.restarts)
-    if count == 1 and hosts is None and not watched and shares == 1:
+    if count == 1 and hosts == 1 and not patience.restarts:
         return None
-    gpus = gpus or _gpus(device, needed=device != "cpu")
-    if 0 < gpus < count and shares == 1:
+    if 0 < (gpus := _gpus(device)) < count:
         _check_shared(count, gpus)
-    restarts = 0 if elastic is None else RESTARTS if elastic.restarts is None else elastic.restarts
-    least = None if elastic is None else elastic.min_devices
-    end_as(
-        start(
-            script_command(),
-            count,
-            hosts=hosts,
-            restarts=restarts,
-            min_devices=least,
-            shares=shares,
-            direct_output=direct_output,
-            resumes=resumes,
-            say=note,
-        )
-    )
+    if where is not None and hosts > 1:
+        with leaving_at_once():
+            from carrywave.launch.elastic import start_on_hosts
+        ended = start_on_hosts(script_command(), count, where, patience.most, note)
+        try:
+            end_as(ended)
+        except typer.Exit as end:
+            os._exit(end.exit_code)  # a store whose host is out of reach would keep this process
+        os._exit(0)
+    end_as(start(script_command(), count, patience, direct_output=direct_output, resumes=resumes, say=note))
     raise typer.Exit(1 if direct_output and _nobody_reads() else 0)
 
 
@@ -250,27 +216,19 @@ def _nobody_reads() -> bool:
     return any(events & select.POLLERR for _, events in watch.poll(0))
 
 
-def start_on_ray(devices: int | None, device: str, plan: PlanSpec, elastic: Elastic) -> None:
+def start_on_ray(devices: int | None, device: str, plan: PlanSpec, patience: Patience) -> None:
     """Start workers on a Ray cluster and exit with their result; return only in one of those workers."""
     if launched():
         if not is_worker():
             raise PlanError("--on ray starts the workers, but a launcher has started this one already (RANK is set); use only one of them")
         return
-    if devices is not None and devices < 1:
-        raise PlanError(f"--devices is {devices}; use a number >= 1")
-    if shares_of_a_gpu() > 1:
-        raise PlanError(f"{SHARE_GPU} divides the GPUs of one machine, but Ray deals them out whole; unset it, or remove --on ray")
-    with connected(device) as cluster:
-        count = devices or (cluster.gpus if device != "cpu" else 0)
-        if not count:
-            raise PlanError(
-                "--on ray takes all GPUs of the cluster, and it has none to take; say how many CPU workers to start with --devices N"
-            )
-        _check_plan(plan, count)
-        _check_elastic(elastic, count, one_host=True)
-        restarts = RESTARTS if elastic.restarts is None else elastic.restarts
-        ended = start(script_command(), count, restarts=restarts, min_devices=elastic.min_devices, say=note, attend=cluster.supervise)
-    end_as(ended)
+    if devices is None or devices < 1:
+        raise PlanError("--on ray needs the number of workers; say how many with --devices N")
+    _check_plan(plan, devices)
+    _check_patience(patience, devices, hosts=2)
+    with leaving_at_once():
+        from carrywave.launch.ray_train import start_on_ray as start_there
+    end_as(start_there(script_command(), devices, device != "cpu", patience.most))
     raise typer.Exit
 
 
@@ -282,18 +240,17 @@ def _check_shared(count: int, gpus: int) -> None:
     note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: they communicate through host memory")
 
 
-def _check_elastic(elastic: Elastic, count: int, *, one_host: bool) -> None:
-    if elastic.restarts is not None and elastic.restarts < 0:
-        raise PlanError(f"--restarts is {elastic.restarts}; use a number >= 0, where 0 ends the run when a worker dies")
-    if elastic.min_devices is not None and elastic.min_devices < 1 and not one_host:
-        raise PlanError(f"--min-devices {elastic.min_devices} is less than 1; use a number of workers on all hosts")
-    # The workers of all hosts are counted when they have met.
-    if elastic.min_devices is not None and not 1 <= elastic.min_devices <= count and one_host:
-        raise PlanError(f"--min-devices {elastic.min_devices} is not between 1 and {count}, the number of devices; change one of them")
+def _check_patience(patience: Patience, count: int, hosts: int) -> None:
+    if patience.restarts is not None and patience.restarts < 0:
+        raise PlanError(f"--restarts is {patience.restarts}; use a number >= 0, where 0 ends the run when a worker dies")
+    if patience.least is not None and hosts > 1:
+        raise PlanError("--min-devices is for the workers of one machine; remove it, or start torchrun with --nnodes MIN:MAX")
+    if patience.least is not None and not 1 <= patience.least <= count:
+        raise PlanError(f"--min-devices {patience.least} is not between 1 and {count}, the number of devices; change one of them")
 
 
-def _gpus(device: str, *, needed: bool) -> int:
-    if not needed or device == "cpu":
+def _gpus(device: str) -> int:
+    if device == "cpu":
         return 0
     with leaving_at_once():
         import torch

@@ -22,7 +22,7 @@ from carrywave.errors import UserError
 from carrywave.kernels.hopper import persistent
 from carrywave.launch.hardware import cores, nvidia_smi, visible
 from carrywave.parallel.devices import pick_device
-from carrywave.parallel.startup.interfaces import GLOO, leads_home
+from carrywave.parallel.startup.addresses import GLOO, leads_home
 
 CGROUP = Path("/sys/fs/cgroup")
 TIGHT_MEMORY_BYTES, LITTLE_DISK_BYTES = 1 << 30, 2 << 30

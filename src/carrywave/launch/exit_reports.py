@@ -7,18 +7,21 @@ was killed leaves no file, but its exit code tells. Torch-free.
 from __future__ import annotations
 
 import json
+import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from carrywave import errors
 from carrywave.errors import ResourceError, UserError
 from carrywave.parallel.liveness.failure_file import Cause, folder
+from carrywave.parallel.startup.launcher_env import worker_file
 
 RUN = "run"  # the file beside the failures that holds the path of the run
 FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130  # exit codes: internal error, user error, orderly stop, Ctrl-C
 RESOURCE = 74  # EX_IOERR: the machine lacks disk space, descriptors, memory or a port; the same command may succeed later
+FINAL = (MISTAKE, RESOURCE, STOPPED, INTERRUPTED)  # after which starting the workers again would not help
 
 
 @dataclass(frozen=True)
@@ -27,19 +30,16 @@ class Ended:
 
     code: int
     message: str = ""
-    error: str = ""
+    error: str = ""  # class name of the error
     trace: str = ""
     rank: int | None = field(default=None, compare=False)  # of the worker that failed first, if one did
     died: bool = field(default=False, compare=False)  # of a cause that may be transient: neither a user error nor an orderly exit
     logs: Path | None = field(default=None, compare=False)  # the folder with everything the workers printed
-    lost: bool = field(default=False, compare=False)  # contact with a peer was lost, and nothing else is known here
-    peer: int | None = field(default=None, compare=False)  # the rank of that peer, if known
 
     def check(self) -> None:
         """Raise the failure, as the worker's own error class if it was a user error; do nothing after success or an orderly stop."""
         if self.code in (MISTAKE, RESOURCE) and self.message:
-            kind = getattr(errors, self.error, UserError)
-            raise kind(self.message)
+            raise getattr(errors, self.error, UserError)(self.message)
         if self.code == INTERRUPTED:
             raise KeyboardInterrupt(self.message or "interrupted")
         if self.code not in (0, STOPPED):
@@ -48,64 +48,59 @@ class Ended:
             raise RuntimeError(f"{said}{more}\n{self.trace}".rstrip())
 
 
-@dataclass(frozen=True)
-class WorkerEnds:
-    """How each of the workers of one host, or of several, ended; those that were terminated because of others are left out."""
-
-    codes: Mapping[int, int]  # exit codes by rank
-    causes: Mapping[int, Cause]  # what they left
-    asked: int | None = None  # the signal that was forwarded to them
-    killed: frozenset[int] = frozenset()  # those that their launcher terminated
-    silent: Mapping[int, str] = field(default_factory=dict)  # what to report of those that lost their heartbeat or hung
-
-    def ended(self, size: int) -> Ended:
-        """Reduce the ends of all workers to one."""
-        for rank, what in self.silent.items():
-            return Ended(FAULT, f"worker {rank} of {size} {what}", rank=rank, died=True)
-        accounted = set(self.causes) | self.killed
-        unexplained = {rank: -code for rank, code in self.codes.items() if code < 0 and rank not in accounted and -code != self.asked}
-        # A process whose communication fails aborts itself, so SIGABRT may follow from it; other signals are crashes or come from outside.
-        for rank, number in unexplained.items():
-            if number != signal.SIGABRT:
-                return _died(rank, number, size)
-        reported = sorted((cause for cause in self.causes.values() if cause.kind != "lost"), key=lambda cause: cause.seconds)
-        if reported:
-            return _of_cause(reported[0], reported, size)
-        for rank, number in unexplained.items():
+def ended(codes: Mapping[int, int], causes: Mapping[int, Cause], size: int, asked: int | None = None) -> Ended:
+    """Reduce the ends of the workers of this host to one: their exit codes by rank, but for those that were terminated because of others,
+    and what they left. `size`: workers in all; `asked`: the signal that was forwarded to them.
+    """
+    by_time = sorted(causes.values(), key=lambda cause: cause.seconds)
+    if silent := [cause for cause in by_time if cause.kind == "silent"]:
+        return Ended(FAULT, silent[0].message, rank=silent[0].peer, died=True)
+    unexplained = {rank: -code for rank, code in codes.items() if code < 0 and rank not in causes and -code != asked}
+    # A process whose communication fails aborts itself, so SIGABRT may follow from it; other signals are crashes or come from outside.
+    for rank, number in unexplained.items():
+        if number != signal.SIGABRT:
             return _died(rank, number, size)
-        for rank, code in self.codes.items():
-            if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in self.causes:
-                if code == FAULT and self.asked == signal.SIGINT:
-                    return Ended(INTERRUPTED, "interrupted")  # how Python ends if it is interrupted while it starts
-                what = f"worker {rank} of {size} exited with code {code}; see its output for the reason"
-                return Ended(code, what, rank=rank, died=code not in (MISTAKE, RESOURCE))
-        if self.asked is not None and -self.asked in self.codes.values() and not accounted - set(self.causes):
-            return Ended(128 + self.asked)  # the signal killed one worker before its first step, and the others merely lost contact with it
-        if self.causes:
-            # A report that names the peer says more than one that does not.
-            first = min(self.causes.values(), key=lambda cause: (cause.peer is None, cause.seconds))
-            return Ended(FAULT, first.message, rank=first.rank, died=True, lost=True, peer=first.peer)
-        if self.asked is not None and any(code < 0 for code in self.codes.values()):
-            # Before the first step there is nothing to save; if we killed workers, there was a second signal.
-            return Ended(128 + self.asked, "stopped immediately; progress since the last snapshot is lost" if accounted else "")
-        return Ended(next((code for code in (INTERRUPTED, STOPPED) if code in self.codes.values()), 0))
-
-
-def together(parts: Iterable[WorkerEnds]) -> WorkerEnds:
-    """The ends of the workers of several hosts as those of one."""
-    parts = list(parts)
-    return WorkerEnds(
-        {rank: code for part in parts for rank, code in part.codes.items()},
-        {rank: cause for part in parts for rank, cause in part.causes.items()},
-        next((part.asked for part in parts if part.asked is not None), None),
-        frozenset(rank for part in parts for rank in part.killed),
-        {rank: what for part in parts for rank, what in part.silent.items()},
-    )
+    reported = [cause for cause in by_time if cause.kind != "lost"]
+    if reported:
+        first = reported[0]
+        alike = first.shared or (len({cause.message for cause in reported}) == 1 and len(reported) == size)
+        message = first.message if alike or size == 1 or first.code == INTERRUPTED else f"worker {first.rank}: {first.message}"
+        return Ended(first.code, message, first.error, first.trace, rank=first.rank, died=first.kind == "fault")
+    for rank, number in unexplained.items():
+        return _died(rank, number, size)
+    for rank, code in codes.items():
+        if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in causes:
+            if code == FAULT and asked == signal.SIGINT:
+                return Ended(INTERRUPTED, "interrupted")  # how Python ends if it is interrupted while it starts
+            what = f"worker {rank} of {size} exited with code {code}; see its output for the reason"
+            return Ended(code, what, rank=rank, died=code not in (MISTAKE, RESOURCE))
+    if asked is not None and any(code < 0 for code in codes.values()):
+        return Ended(128 + asked)  # before the first step there was nothing to save, and the others merely lost contact
+    if by_time:
+        first = min(by_time, key=lambda cause: (cause.peer is None, cause.seconds))  # one that names the peer says more
+        return Ended(FAULT, first.message, rank=first.peer, died=True)
+    return Ended(next((code for code in (INTERRUPTED, STOPPED) if code in codes.values()), 0))
 
 
 def code_of(error: UserError) -> int:
     """The exit code for an error that is told in one line."""
     return RESOURCE if isinstance(error, ResourceError) else MISTAKE
+
+
+def told_apart(code: int) -> int:
+    """What a worker exits with. torch's agent takes anything but 0 for a failure that another start may mend, so under it a code that is
+    final is left in a file.
+    """
+    told = worker_file()
+    if not told.agent or told.folder is None or code not in FINAL:
+        return code
+    (told.folder / f"{os.environ.get('RANK', '0')}.code").write_text(str(code), encoding="ascii")
+    return 0
+
+
+def codes_told(where: Path) -> dict[int, int]:
+    """The codes that workers of torch's agent left, by rank."""
+    return {int(path.stem): int(path.read_text(encoding="ascii")) for path in where.glob("*.code")}
 
 
 def report_run(path: Path) -> None:
@@ -125,12 +120,6 @@ def read(where: Path) -> dict[int, Cause]:
     """The failures that workers left, by rank."""
     found = (Cause(**json.loads(path.read_text(encoding="utf-8"))) for path in where.glob("*.json"))
     return {cause.rank: cause for cause in found}
-
-
-def _of_cause(first: Cause, reported: Sequence[Cause], size: int) -> Ended:
-    alike = first.shared or (len({cause.message for cause in reported}) == 1 and len(reported) == size)
-    message = first.message if alike or size == 1 or first.code == INTERRUPTED else f"worker {first.rank}: {first.message}"
-    return Ended(first.code, message, first.error, first.trace, rank=first.rank, died=first.kind == "fault")
 
 
 def _died(rank: int, number: int, size: int) -> Ended:

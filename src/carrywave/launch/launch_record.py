@@ -1,6 +1,6 @@
 """Identifies the run that a launch created, so that restarted workers resume it by themselves.
 
-A launch is what a user started: `--devices`, torchrun, a Slurm job. Its workers may be started several times. The first worker to create a
+A launch is what a user started: `--devices`, torchrun, an engine. Its workers may be started several times. The first worker to create a
 run's folder leaves a note in it, `launch.json`, with the names of the launch and the number of the call (one program may train several
 runs); workers of a later attempt look for that note. So `--run DIR` without `--resume` keeps its meaning: a folder written by another
 launch is refused, and one written by this launch is resumed. Torch-free.
@@ -15,7 +15,6 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from carrywave.launch.engines import surroundings
 from carrywave.parallel.startup.launcher_env import worker_file
 
 NOTE = "launch.json"
@@ -65,8 +64,8 @@ def current_run() -> Path | None:
 
 def attempt() -> int:
     """How many times the workers of this launch have been restarted, as far as they are told."""
-    counts = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return max(worker_file().attempt, *(int(count) if count.isdecimal() else 0 for count in counts))
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return max(worker_file().attempt, int(count) if count.isdecimal() else 0)
 
 
 def warning() -> str | None:
@@ -87,15 +86,13 @@ def with_fewer() -> bool:
 
 def names() -> list[str]:
     """The names that identify the launch of this process; empty if a user started it by hand."""
-    launch = worker_file().launch
-    found = [f"carrywave {launch}"] if launch else []
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        given = os.environ["TORCHELASTIC_RUN_ID"]
-        # torchrun's default id is the same for every job; then the agent, which outlives its workers, identifies the launch.
-        found.append(f"torchrun {given}" if given not in ("", "none") else f"agent {socket.gethostname()} {os.getppid()}")
-    if "SLURM_JOB_ID" in os.environ:
-        found.append(f"slurm {os.environ['SLURM_JOB_ID']}")
-    return found + surroundings.jobs(os.environ)
+    if launch := worker_file().launch:
+        return [f"carrywave {launch}"]
+    given = os.environ.get("TORCHELASTIC_RUN_ID")
+    if given is None:
+        return []
+    # torchrun's default id is the same for every job; then the agent, which outlives its workers, identifies the launch.
+    return [f"torchrun {given}" if given not in ("", "none") else f"agent {socket.gethostname()} {os.getppid()}"]
 
 
 def note(run: Path) -> None:
@@ -106,20 +103,16 @@ def note(run: Path) -> None:
 
 def find(run: Path | None, task: str) -> Path | None:
     """The folder that an earlier attempt of this launch created for this call: `run`, or if that is None one of runs/TASK-NUMBER."""
-    if run is not None:
-        return run if _is_ours(run, names()) else None
-    # One job of an engine may contain several launches, so its id alone does not identify a run.
-    own = [name for name in names() if not name.startswith(("slurm ", "skypilot "))]
-    folders = sorted(Path("runs").glob(f"{task}-*"))
-    return next((folder for folder in folders if _is_ours(folder, own)), None)
+    folders = sorted(Path("runs").glob(f"{task}-*")) if run is None else [run]
+    return next((folder for folder in folders if _is_ours(folder)), None)
 
 
-def _is_ours(run: Path, launch_names: list[str]) -> bool:
+def _is_ours(run: Path) -> bool:
     if not (run / NOTE).is_file():  # nothing, or something that would block a reader
         return False
     try:
         note_read = json.loads((run / NOTE).read_bytes())
-        return note_read["call"] == _Call.number and any(name in note_read["launch"] for name in launch_names)
+        return note_read["call"] == _Call.number and any(name in note_read["launch"] for name in names())
     except (OSError, ValueError, TypeError, KeyError):
         return False
 

@@ -1,128 +1,164 @@
-"""Starts one worker per device of this host, restarts them when one dies, and reports one exit code and one cause.
+"""Starts one worker per device, restarts them when one dies, and reports one exit code and one cause.
 
-Workers of a single host rendezvous through a file and communicate over loopback: nothing listens where another machine could reach it. With
-several hosts they rendezvous at the address the user gave, and `cluster.host_launcher` starts them in step with the other hosts.
+Workers of a single host rendezvous through a file and communicate over loopback: nothing listens where another machine could reach it.
+`supervisor` watches them. Hosts that an engine names are brought together by torch's elastic agent (`elastic`).
 
 A worker that dies (killed, crashed, stopped, lost) ends the attempt; the next attempt resumes from the last snapshot by itself. User errors
-and orderly exits are final. So are repeated deaths: `restart_policy` counts them.
-
-torch's elastic agent is not used: it terminates all workers as soon as one exits with anything but 0, so an orderly stop (75, 130) would
-cut off the others' snapshot; its rendezvous unpickles data and listens on all interfaces; and it cannot continue with fewer workers on a
-host.
+and orderly exits are final. So are repeated deaths (`Restarts`).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from carrywave.errors import WorkerError, option
 from carrywave.launch import launch_record
-from carrywave.launch.engines.hosts import Hosts
-from carrywave.launch.exit_reports import Ended
-from carrywave.launch.hardware import visible
-from carrywave.launch.restart_policy import Place, RestartPolicy
-from carrywave.launch.shares.mps import Shares
-from carrywave.launch.supervisor import AttemptOutcome, Signals, WorkerGroup, asked_to_stop, supervise, with_logs
-from carrywave.launch.work_folder import work_folder
-from carrywave.parallel.startup.environment import SHARE_GPU
+from carrywave.launch.exit_reports import STOPPED, Ended
+from carrywave.launch.hardware import cores
+from carrywave.launch.signals import REQUESTS, Forwarded
+from carrywave.launch.supervisor import supervise
+from carrywave.launch.worker_logs import Outputs
+from carrywave.parallel.startup.addresses import GLOO, LOOPBACK, NCCL
 from carrywave.parallel.startup.launcher_env import FitCall, WorkerFile, worker_file
 
-if TYPE_CHECKING:
-    from carrywave.launch.cluster.host_launcher import HostLauncher
+RESTARTS = 3  # without progress in between, unless the user sets another limit
+DEATHS = 2  # in a row of one device's worker, without progress, after which the device is left out
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often workers that die are started again, and with how few."""
+
+    restarts: int | None = None  # without a newer snapshot in between; None: `RESTARTS`
+    least: int | None = None  # workers; None: as many as were asked for
+
+    @property
+    def most(self) -> int:
+        """The limit of restarts."""
+        return RESTARTS if self.restarts is None else self.restarts
+
+
+NEVER = Patience(restarts=0)
 
 
 def is_worker() -> bool:
-    """True if `start` started this process."""
+    """True if one of our launchers started this process."""
     return bool(worker_file().launch)
 
 
 def start(
     command: Sequence[str],
     devices: int,
+    patience: Patience = NEVER,
     *,
-    hosts: Hosts | None = None,
     environment: Mapping[str, str] | None = None,
     fit: FitCall | None = None,
-    restarts: int = 0,
-    min_devices: int | None = None,
-    shares: int = 1,
     direct_output: bool = False,
     resumes: Path | None = None,
     say: Callable[[str], None] | None = None,
-    attend: Callable[[WorkerGroup, Path, Signals], AttemptOutcome] = supervise,
 ) -> Ended:
     """Run `command` in `devices` workers on this host and wait for them to end. They learn their rank from the environment.
 
-    If one dies, all are restarted, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer workers.
-    With several hosts, those of all hosts are, and `min_devices` counts the workers of all of them. With `shares` above 1 each GPU is
-    divided among so many workers. With `direct_output`, rank 0 writes to our standard output itself. `fit` is the call of a script
-    that they are for. `resumes` is the run that the
-    workers go on with, if that is known before they say so. `attend` runs one attempt, if not on this host then elsewhere.
+    With `direct_output`, rank 0 writes to our standard output itself. `fit` is the call of a script that they are for. `resumes` is the run
+    that the workers go on with, if that is known before they say so.
     """
-    say = say or _say
-    if shares > 1:
-        say(_of_shares(devices, shares))
-    name = uuid.uuid4().hex
-    elsewhere: HostLauncher | None = None
-    if hosts is not None:
-        from carrywave.launch.cluster.host_launcher import HostJob, HostLauncher
-        from carrywave.parallel.startup.rendezvous import start_seconds
-
-        # Meets the other hosts.
-        job = HostJob(command, devices, hosts, environment or {}, restarts, min_devices, start_seconds(), name, resumes)
-        elsewhere = HostLauncher(job, say)
-    parts = Shares(shares) if shares > 1 else nullcontext(None)
-    with work_folder() as place, Signals() as signals, parts as divided:
-        of_shares = {} if divided is None else divided.environment
-        settle: Callable[[], None] = (lambda: None) if divided is None else divided.settle
-        if elsewhere is not None:
-            return elsewhere.run_until_the_end(place, signals, of_shares, settle)
-        shared = {**of_shares, **(environment or {})}
-        policy = RestartPolicy((Place(0, device) for device in range(devices)), restarts, min_devices)
-        number = 0
-        run: Path | None = None
+    launch, run, number = uuid.uuid4().hex, resumes, 0
+    restarts = Restarts(devices, patience)
+    variables = {**worker_variables(devices), **(environment or {})}
+    variables |= {name: LOOPBACK for name in (GLOO, NCCL) if name not in os.environ}
+    with tempfile.TemporaryDirectory(prefix="carrywave-launch-") as place, Forwarded() as signals:
         while True:
-            folder = place / f"attempt-{number}"
-            file = WorkerFile(launch=name, attempt=number, fewer=policy.fewer, one_host=True, store=folder / "store", fit=fit)
-            crew = _crew(command, [each.device for each in policy.places], file, shared, direct_output)
-            outcome = attend(crew, folder, signals)
-            # A worker that dies early has not reported its run; the previous attempt did.
-            outcome = replace(outcome, run=outcome.run or run)
-            run = outcome.run
-            ended = with_logs(outcome, signals)
+            folder = Path(place) / f"attempt-{number}"
+            outputs = Outputs(folder / "logs", direct=direct_output)
+            file = WorkerFile(
+                launch=launch,
+                attempt=number,
+                fewer=len(restarts.devices) < devices,
+                one_host=True,
+                store=folder / "store",
+                folder=folder,
+                parent=os.getpid(),
+                devices=tuple(restarts.devices),
+                threads_dealt="OMP_NUM_THREADS" in variables,
+                fit=fit,
+            )
+            attempt = supervise(command, file, variables, outputs, signals)
+            ended, run = attempt.ended, attempt.run or run  # one that died early has not reported its run; the attempt before did
+            logs = outputs.publish(run)
+            if logs is None and ended.died and ended.rank is not None and not ended.trace:
+                outputs.show_errors(ended.rank)
+            if signals.asked is None and ended.died and signals.noted:
+                ended = Ended(128 + next(number for number in signals.take() if number is not None))  # nobody was left to receive it
             if signals.asked is not None:
-                ended = asked_to_stop(ended, run or resumes)
-            if ended.died and signals.asked is None and signals.noted:
-                # The signal arrived when no worker was left to receive it.
-                signals.asked = signals.noted.pop()
-                return asked_to_stop(Ended(128 + signals.asked), run or resumes)
-            finished = signals.asked is not None or not ended.died
-            again = None if finished else policy.after(outcome.ended, outcome.steps, launch_record.last_step(run or resumes))
+                return replace(asked_to_stop(ended, run), logs=logs)
+            again = restarts.after(ended, launch_record.last_step(run)) if ended.died else None
             if again is None:
-                return replace(ended, message=ended.message + policy.given_up) if ended.died else ended
-            say(again)
-            settle()
+                return replace(ended, message=ended.message + restarts.given_up, logs=logs)
+            (say or _say)(again)
             number += 1
 
 
-def _of_shares(devices: int, shares: int) -> str:
-    """What to say of workers that share GPUs; raises if there are too many of them."""
-    gpus = len(visible())
-    most = shares * gpus
-    if gpus and devices > most:
-        raise WorkerError(
-            f"{devices} workers have only {most} shares of {gpus} GPU{'s' * (gpus > 1)}; use {option('devices', most)}, or set "
-            f"{SHARE_GPU}={-(-devices // gpus)}"
-        )
-    workers = f"{devices} worker{'s' * (devices > 1)}"
-    return f"{workers} on 1/{shares} of a GPU each, to try it out: one worker on the whole GPU is faster"
+class Restarts:
+    """Decides what follows when workers die: another attempt, one with fewer workers, or the end.
+
+    Restarts are counted, and a newer snapshot than at the previous death resets the count; an internal error without one is final.
+    If fewer workers are acceptable, a device whose worker keeps dying is left out, and the others share the same global batch.
+    """
+
+    def __init__(self, devices: int, patience: Patience) -> None:
+        self.devices = list(range(devices))  # in use, by rank
+        self.given_up = ""  # what to append to the final message
+        self._all, self._most, self._least = devices, patience.most, patience.least or devices
+        self._used, self._step = 0, -1  # restarts since the newest snapshot, and its step
+        self._deaths: Counter[int] = Counter()  # since then, by device
+
+    def after(self, ended: Ended, step: int | None) -> str | None:
+        """The line to print before the next attempt; None if there is none. `step`: of the newest snapshot."""
+        if self._most == 0:
+            return None
+        progressed = step is not None and step > self._step
+        if progressed and step is not None:
+            self._used, self._step = 0, step
+            self._deaths.clear()
+        self._used += 1
+        where = "from the beginning" if step is None else f"from step {step}"
+        what = ended.message.partition(";")[0]
+        if ended.rank is not None and len(self.devices) > self._least:
+            device = self.devices[ended.rank]
+            self._deaths[device] += 1
+            if self._deaths[device] >= DEATHS:
+                self.devices.remove(device)
+                self._used = 0
+                self._deaths.clear()
+                return f"{what}; continuing with {len(self.devices)} of {self._all} workers {where}"
+        if ended.trace and not progressed:
+            self.given_up = "; it failed again at the same point" if self._used > 1 else ""
+            return None
+        if self._used > self._most:
+            self.given_up = f"; gave up after {self._most} restart{'s' * (self._most != 1)} without progress"
+            return None
+        return f"{what}; restarting {where} (restart {self._used} of {self._most})"
+
+
+def worker_variables(devices: int) -> dict[str, str]:
+    """Variables of all workers of a host: their share of its cores, unless the user has set another number of threads."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(max(1, cores() // devices))}
+
+
+def asked_to_stop(ended: Ended, run: Path | None) -> Ended:
+    """Treat a stop before the attempt's first step as an orderly one if there is a snapshot to resume from."""
+    step, number = launch_record.last_step(run), ended.code - 128
+    if step is None or number not in REQUESTS or ended.message:
+        return ended
+    return Ended(STOPPED, f"stopped by {signal.Signals(number).name} before the first step; the run is unchanged, at step {step}")
 
 
 def _say(line: str) -> None:
@@ -130,9 +166,3 @@ def _say(line: str) -> None:
     with suppress(OSError):  # nobody reads it any more: the workers continue
         shown = "\x1b[?25h" if sys.stderr.isatty() else ""
         print(f"{shown}carrywave: {line}", file=sys.stderr, flush=True)
-
-
-def _crew(command: Sequence[str], devices: Sequence[int], file: WorkerFile, shared: Mapping[str, str], direct: bool) -> WorkerGroup:
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    interfaces = {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
-    return WorkerGroup.of(command, devices, file, {**shared, **interfaces}, first=0, size=len(devices), direct=direct)

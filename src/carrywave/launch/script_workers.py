@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
-from carrywave.launch.engines import slurm
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended, code_of
-from carrywave.launch.launcher import start
-from carrywave.launch.restart_policy import RESTARTS
-from carrywave.launch.work_folder import work_folder
-from carrywave.parallel.liveness import device_faults, failure_file, heartbeat
+from carrywave.launch.hosts import take_place
+from carrywave.launch.launcher import Patience, start
+from carrywave.parallel.liveness import device_faults, failure_file
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import FitCall, check_not_of_mpi, is_first, worker_file
 
@@ -39,10 +39,9 @@ def begin() -> CallRecord | None:
     Returns the call's result if the process that started this one already has it (or raises its error); None: do the work.
     """
     environment.check()
-    slurm.take_place(trains=False)  # a script starts no workers on other hosts, so every task of srun is one
+    take_place(trains=False)  # a script starts no workers on other hosts, so every task of srun is one
     check_not_of_mpi()
     _results.append(None)
-    heartbeat.start()
     call, number = worker_file().fit, len(_results) - 1
     if call is None or number >= call.number:
         return None
@@ -58,13 +57,13 @@ def remember(record: CallRecord) -> None:
     _results[-1] = record
 
 
-def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None, shares: int = 1) -> CallRecord:
+def relaunch(devices: int, patience: Patience) -> CallRecord:
     """Start workers that run this script again up to the current call, and wait for its result."""
     command = script_command()
-    with work_folder() as folder:
-        result = folder / "result.json"
+    with tempfile.TemporaryDirectory(prefix="carrywave-fit-") as folder:
+        result = Path(folder) / "result.json"
         call = FitCall(number=len(_results) - 1, earlier=tuple(_results[:-1]), result=result)
-        ended = start(command, devices, fit=call, restarts=restarts, min_devices=min_devices, shares=shares)
+        ended = start(command, devices, patience, fit=call)
         ended.check()
         if ended.code == STOPPED and not result.exists():
             raise WorkerError("the workers were stopped before their first step, and the run is unchanged; call fit with resume=True")

@@ -14,7 +14,7 @@ import signal
 import termios
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Literal, Self
 
@@ -108,3 +108,35 @@ class Stop(SignalContext):
         elif number != signal.SIGHUP and (number != self._first[0] or now - self._first[1] > ECHO_SECONDS):
             self._restore()
             signal.raise_signal(number)
+
+
+class Forwarded(SignalContext):
+    """Context in which signals that ask for an end are recorded, to be forwarded to workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[int] = []
+        self.asked: int | None = None  # the first one that was taken
+        self._last = 0, 0.0  # signal and time; a repeat within ECHO_SECONDS is the same request, except SIGINT
+
+    def note(self, number: int) -> None:
+        """Record a request."""
+        self.noted.append(number)
+
+    def take(self) -> Iterator[int | None]:
+        """What came since the last call: a signal to forward, and None if the workers are to be killed."""
+        while self.noted:
+            number = self.noted.pop(0)
+            if self.asked is None:
+                self.asked = number
+                yield number
+            elif number != signal.SIGHUP:
+                yield None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            let_go_of_terminal()
+        before, now = self._last, time.monotonic()
+        self._last = number, now
+        if number == signal.SIGINT or number != before[0] or now - before[1] > ECHO_SECONDS:
+            self.note(number)

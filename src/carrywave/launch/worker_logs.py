@@ -29,27 +29,26 @@ class Outputs:
         self._direct = direct  # rank 0 writes its result to our standard output itself, and finds out if nobody reads it
         folder.mkdir(parents=True)
         self._shown: list[tuple[int, IO[bytes]]] = []  # a descriptor to forward to, and a log file read up to what was forwarded
-        self._handles: list[int] = []
+        self._written: list[IO[bytes]] = []
 
-    def of(self, rank: int) -> tuple[int | None, int]:
-        """File descriptors for a worker's stdout (None: inherit ours) and stderr."""
-        inherited = rank == 0 and (self._direct or os.isatty(OUT))  # a live display needs the terminal itself
+    def of(self, rank: int) -> tuple[IO[bytes] | None, IO[bytes]]:
+        """Files for a worker's stdout (None: inherit ours) and stderr."""
+        inherited = rank == 0 and (self._direct or os.isatty(OUT))
         return None if inherited else self._open(f"rank-{rank}.out", OUT), self._open(f"rank-{rank}.log", ERR if rank == 0 else None)
 
-    def _open(self, name: str, shown: int | None) -> int:
-        path = self.folder / name
+    def _open(self, name: str, shown: int | None) -> IO[bytes]:
         # Append mode, so that our additions and the worker's writes do not overwrite each other.
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        file = (self.folder / name).open("ab")
+        self._written.append(file)
         if shown is not None:
-            self._shown.append((shown, path.open("rb")))
-        self._handles.append(handle)
-        return handle
+            self._shown.append((shown, (self.folder / name).open("rb")))
+        return file
 
     def pass_on(self) -> None:
         """Forward the output written since the last call."""
         for to, file in self._shown:
             while data := file.read(1 << 16):
-                show(to, data)
+                _show(to, data)
 
     def add(self, rank: int, text: str) -> None:
         """Append what a worker reported to its log."""
@@ -60,19 +59,15 @@ class Outputs:
         """Show the end of a worker's stderr, when nothing else says why it ended; that of rank 0 has been forwarded already."""
         path = self.folder / f"rank-{rank}.log"
         if rank > 0 and path.is_file():
-            show(ERR, path.read_bytes()[-SHOWN_BYTES:])
+            _show(ERR, path.read_bytes()[-SHOWN_BYTES:])
 
-    def publish(self, run: Path | None, host: str = "") -> Path | None:
-        """Copy the logs that are not empty into an existing run; returns the folder, or None if nothing was copied.
-
-        `host` is part of the folder's name: hosts that share the run's folder copy at the same time.
-        """
+    def publish(self, run: Path | None) -> Path | None:
+        """Copy the logs that are not empty into an existing run; returns the folder, or None if nothing was copied."""
         found = [path for path in sorted(self.folder.iterdir()) if path.stat().st_size]
         # A folder that is still empty is no run yet: with logs in it, the next attempt would be refused it.
         if run is None or not found or not run.is_dir() or not any(run.iterdir()):
             return None
-        logs = run / "logs"
-        target = next(free for number in count() if not (free := logs / f"attempt-{number}{host}").exists())
+        target = next(free for number in count() if not (free := run / "logs" / f"attempt-{number}").exists())
         try:
             target.mkdir(parents=True)
             for path in found:
@@ -83,12 +78,8 @@ class Outputs:
 
     def close(self) -> None:
         """Close all files."""
-        for _, file in self._shown:
+        for file in (*self._written, *(file for _, file in self._shown)):
             file.close()
-        for handle in self._handles:
-            os.close(handle)
-        self._shown.clear()
-        self._handles.clear()
 
 
 def keep_trace(run: Path | None, attempt: str, rank: str, error: BaseException) -> Path | None:
@@ -105,7 +96,7 @@ def keep_trace(run: Path | None, attempt: str, rank: str, error: BaseException) 
     return path
 
 
-def show(to: int, data: bytes) -> None:
+def _show(to: int, data: bytes) -> None:
     """Write what a worker has printed to this process's own stdout or stderr, given by descriptor."""
     stream = sys.stdout if to == OUT else sys.stderr
     if stream is None:  # closed at startup: the descriptor may belong to another file by now

@@ -26,14 +26,14 @@ from carrywave import errors
 from carrywave.errors import UserError, WorkerError, denied, short
 from carrywave.parallel import process_groups
 from carrywave.parallel.devices import check_gpus, made_current, pick_device, settled
-from carrywave.parallel.liveness import heartbeat, lost_contact
+from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.rows import Exchange, gather_rows
 from carrywave.parallel.startup import door, environment, native_logs, nccl
+from carrywave.parallel.startup.addresses import choose_interface
 from carrywave.parallel.startup.environment import seconds_of
-from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
 from carrywave.parallel.startup.launcher_env import WORKER, launched, parent_process, worker_file
 from carrywave.parallel.startup.process_identity import identity
-from carrywave.parallel.startup.rendezvous import everyone, find_store, number, on_every_rank, reason, start_seconds
+from carrywave.parallel.startup.rendezvous import check_hosts, everyone, find_store, number, on_every_rank, reason, start_seconds
 
 # A worker that dies is noticed at once by its closed connections; this timeout is for one that stays silent. If one worker may take long
 # while the others wait, they wait in the store (`raise_on_all(no_timeout=True)`).
@@ -107,20 +107,20 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
                 "destroy the group first, or let carrywave create it"
             )
         return _of_group(device, local_rank, local_size or size)
-    heartbeat.start()
     _end_with_parent()
     where = made_current(pick_device(device, worker_file().device(local_rank)))
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
     native_logs.hush()
+    interface = "" if worker_file().one_host else choose_interface(os.environ.get("MASTER_ADDR", ""))
     opened = launch_store(rank, size, start)
     _Joined.times += 1
     _Joined.job = our_job = door.job_of_worker(size, job)
     store = PrefixStore(f"{_room()}/{_Joined.times}", opened)
     if rank == 0:
         door.put_up(opened, _door(), our_job)
-    about = {**_self(where, local_rank), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}
+    about = {**_self(where, local_rank), "interface": interface}
     address = f"port {os.environ.get('MASTER_PORT')} on {os.environ.get('MASTER_ADDR')}"
     workers_seen = everyone(store, rank, size, about, start, lambda: door.compare(opened, _door(), our_job, address))
     check_hosts(workers_seen)
@@ -294,8 +294,10 @@ def _room() -> str:
 
 def _attempt() -> str:
     """The key under which restarted workers rendezvous, so that they do not read what the dead ones left behind."""
+    if worker_file().agent:
+        return "0"  # every attempt has a store of its own, and a host that was started anew counts from 0
     if WORKER in os.environ:
-        return str(worker_file().attempt)  # our own launchers agree on it, and keep their store
+        return str(worker_file().attempt)  # the store is kept
     # A store that torchrun reopens on each restart holds nothing old, and the agents of several hosts need not agree on the restart count.
     # With --master-addr, or without any rendezvous backend, it is not reopened, whatever the variable says.
     reopened = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

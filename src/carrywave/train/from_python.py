@@ -16,8 +16,7 @@ from carrywave import heap
 from carrywave.data.python_inputs import naming
 from carrywave.errors import PlanError, UserError
 from carrywave.launch import launch_record, script_workers
-from carrywave.launch.hardware import shares_on
-from carrywave.launch.restart_policy import RESTARTS
+from carrywave.launch.launcher import RESTARTS, Patience
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.parallel.devices import pick_device
@@ -108,7 +107,7 @@ def fit(
             user_model = OpaqueModel(user_model, loss, pooled=full_spec.pooled)
         if record is None and devices > 1 and not launched():
             _check_workers(full_spec.plan_spec, devices)
-            record = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
+            record = script_workers.relaunch(devices, Patience(restarts, min_devices))
         if record is not None:
             return _result_of(record, user_model, device, loss)
         world = join(device, job_of(full_spec, run))

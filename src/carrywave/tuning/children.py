@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from carrywave.errors import PlanError, RunError, WorkerError, option
-from carrywave.launch.engines import surroundings
 from carrywave.launch.exit_reports import INTERRUPTED, RESOURCE, STOPPED
 from carrywave.launch.hardware import cores, visible
+from carrywave.launch.hosts import hosts_of
 from carrywave.launch.signals import Reason, Stop
+from carrywave.parallel.startup.launcher_env import launched
 from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.run_place import check_name, check_place, is_draft, refuse_occupied
@@ -156,8 +157,8 @@ def places_for(at_once: int | None, device: str, devices: int | None) -> list[Pl
     for name, count in (("at-once", at_once), ("devices", devices)):
         if count is not None and count < 1:
             raise PlanError(f"{option(name)} is {count}; use a number >= 1")
-    around = surroundings.find(os.environ)
-    if around.is_worker or around.hosts is not None:
+    hosts = hosts_of(os.environ)
+    if launched() or (hosts is not None and hosts.number > 1):
         raise WorkerError(
             "several runs are trained on one machine, but a launcher or an engine has started workers here; start this command once"
         )

@@ -1,7 +1,8 @@
 """A file as a pandas frame: text tables in any usual form, Parquet, Feather and JSON records.
 
 What pandas needs to be told is looked up in the first lines (separator, first line, header, decimal mark), unless
-`data.read` says it; the rest is pandas' own. Each thing that was found rather than told is said in a line.
+`data.separator`, `data.decimal` or `data.read` say it; the rest is pandas' own. Each thing that was found rather than told is said in a
+line.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
     content = source.content()  # in UTF-8, whatever the file's encoding
     if not content[:HEAD_BYTES].strip():
         return pd.DataFrame(), ()
-    told = {name: value for name, value in (data.read or {}).items() if name != "encoding"}
+    told = {name: value for name, value in data.told.items() if name != "encoding"}
     if WRAPPED.fullmatch(content[:HEAD_BYTES].rpartition(b"\n")[0] or content):  # a spreadsheet took each line for one cell
         content = re.sub(rb'(?m)^"(?:\xef\xbb\xbf)?|"(?=\r?$)', b"", content).replace(b'""', b'"')
     first_lines = content[:HEAD_BYTES].splitlines()[:LOOKED_AT]
@@ -125,13 +126,13 @@ def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.Da
 
 def _remarks(source: Source, separator: str, data: DataSpec, *, header: bool, skipped: int, decimal: str) -> list[str]:
     lines = list(source.notes())
-    if not {"sep", "delimiter"} & (data.read or {}).keys() and separator not in (",", "\t"):
+    if not {"sep", "delimiter"} & data.told.keys() and separator not in (",", "\t"):
         lines.append(f"{source.name}: columns are separated by {'spaces' if separator == SPACES else repr(separator)}")
     if skipped:
         lines.append(f"{source.name}: the table begins after {skipped} other line{'s' * (skipped > 1)}")
-    if not header and not (data.read or {}).get("names"):
+    if not header and not data.told.get("names"):
         lines.append(f"{source.name}: there is no line of names, so columns are numbered from 0")
-    if decimal == "," and "decimal" not in (data.read or {}):
+    if decimal == "," and "decimal" not in data.told:
         lines.append(f"{source.name}: decimals have a comma")
     return lines
 

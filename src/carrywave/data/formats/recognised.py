@@ -166,7 +166,7 @@ class NamedRows(Rows):
             return value
         if not value.strip():
             return None
-        told = (self.spec.data.read or {}).get("decimal")
+        told = self.spec.data.told.get("decimal")
         comma = told == "," or (told is None and DECIMAL_COMMA.fullmatch(value) is not None)
         try:
             return float(value.replace(",", ".") if comma else value)

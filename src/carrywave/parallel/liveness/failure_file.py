@@ -14,7 +14,7 @@ from carrywave.parallel.startup.launcher_env import worker_file
 
 CAUSES = "causes"  # the folder of these files, within that of an attempt
 
-FailureKind = Literal["user", "fault", "lost"]
+FailureKind = Literal["user", "fault", "lost", "silent"]  # silent: of a peer
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Heartbeats between workers that another launcher started, on one host or several: each worker watches the next one in a ring.
+"""Workers watch each other, each the next one in a ring, on one host or several.
 
 A worker whose process exits is noticed at once, because its connections close. A stopped one keeps them open, and the others would wait for
 the message timeout. So every worker increments a counter in the rendezvous store, and when the counter stalls, its neighbour exits with a
 one-line message; the launcher then stops or restarts them all. While training steps follow each other the limit is short; before and after,
-when long work may hold the GIL, it is the message timeout. If the silent worker is on the same host it is also killed, because a stopped
-process would not react to the launcher's SIGTERM. Workers of a local launch are watched by the process that started them instead.
+when long work may hold the interpreter, it is the message timeout. A silent worker on the same host is also killed, because a stopped
+process would not react to the launcher's SIGTERM. Time in which this process itself did not run (a frozen machine) does not count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.liveness.failure_file import folder, leave
-from carrywave.parallel.liveness.heartbeat import Silence
+from carrywave.parallel.liveness.heartbeat import BEAT_SECONDS, Silence
 from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.launcher_env import worker_file
 from carrywave.parallel.startup.process_identity import identity
@@ -37,7 +37,7 @@ LEFT = "left"
 @contextmanager
 def watched(world: World) -> Iterator[None]:
     """Inside this context, this worker beats and watches its neighbour."""
-    store = None if world.size == 1 or worker_file().one_host else shared_store()
+    store = None if world.size == 1 else shared_store()
     over = threading.Event()
     threads: list[threading.Thread] = []
     if store is not None and heartbeat.silent_seconds() < math.inf:
@@ -53,21 +53,21 @@ def watched(world: World) -> Iterator[None]:
         heartbeat.rest()
         over.set()
         for thread in threads:
-            thread.join(heartbeat.BEAT_SECONDS)
+            thread.join(BEAT_SECONDS)
 
 
 class _NeighbourWatch:
     """One worker's counter, and its view of the next one's. One thread accesses the store, which may block it; the other watches."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.store, self.rank, self.other = store, rank, (rank + 1) % size
+        self.store, self.rank, self.other, self.size = store, rank, (rank + 1) % size, size
         self.limit_seconds = heartbeat.silent_seconds()
         self.long_seconds = max(self.limit_seconds, seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS))
-        self.every_seconds = min(heartbeat.BEAT_SECONDS, self.limit_seconds / 5)
+        self.every_seconds = min(BEAT_SECONDS, self.limit_seconds / 5)
         self.count = 0  # iterations of `talk`
         self.gone = False  # the store's process is gone, which every worker notices by its own connections
         self.other_beat: tuple[object, bool] | None = None  # the other's counter, and whether it is training
-        self.identities: dict[int, dict[str, Any]] = {}  # identities of rank 0, which may host the store, and of the other
+        self.identities: dict[int, dict[str, Any]] = {}  # of rank 0, which may host the store, and of the other
 
     def talk(self, over: threading.Event) -> None:
         """Increment this worker's counter in the store, and read the other's."""
@@ -93,8 +93,8 @@ class _NeighbourWatch:
         while not over.wait(self.every_seconds) and not self.gone:
             now = time.monotonic()
             passed, before = min(now - before, 2 * self.every_seconds), now
-            # A process that holds the GIL for long is silent too, but not while it is training. All workers take steps together: while one
-            # trains, so does the other, even if its last message is older.
+            # A process that holds the interpreter for long is silent too, but not while it is training. All workers take steps together:
+            # while one trains, so does the other, even if its last message is older.
             training = heartbeat.is_training() or (self.other_beat is not None and self.other_beat[1])
             limit_seconds = self.limit_seconds if training else self.long_seconds
             if store.after(self.count, passed) > limit_seconds:
@@ -107,18 +107,16 @@ class _NeighbourWatch:
     def _give_up(self, rank: int | None, seconds: float) -> None:
         """Exit because this rank fell silent; None means the launcher, which hosts the store."""
         process = None if rank is None else self.identities.get(rank)
+        causes, since = folder(), time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        host = "" if process is None or worker_file().one_host else f" on {process['host']}"
+        who = f"worker {rank} of {self.size}{host}" if rank is not None else "the process that keeps the rendezvous store"
+        message = f"{who} gave no sign of life for {seconds:.0f} s, since {since} (stopped or unreachable?)"
+        # First, what happened: the cause is what is known before the other is killed.
+        if causes is not None:
+            leave(causes, "silent", FAULT, message, peer=rank)
+        else:
+            print(f"carrywave: rank {self.rank}: {message}", file=sys.stderr, flush=True)
         if process is not None and rank != self.rank and process == identity(process["pid"]):  # on this host, and still the same process
             with suppress(OSError):
                 os.kill(process["pid"], signal.SIGKILL)
-        where = "" if process is None else f" on {process['host']}"
-        met = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        who = f"the rendezvous store at {met}" if rank is None else f"rank {rank}{where}"
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
-        message = f"{who} gave no sign of life for {seconds:.0f} s, since {since} (stopped or unreachable?)"
-        # Exit from this thread, because the main thread waits for a message that will never come.
-        causes = folder()
-        if causes is not None:
-            leave(causes, "lost", FAULT, message, peer=rank)
-        else:
-            print(f"carrywave: rank {self.rank}: {message}", file=sys.stderr, flush=True)
         os._exit(FAULT)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 import struct
+import sys
 from pathlib import Path
 
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # which interface gloo and NCCL use; the user's own choice counts
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -51,7 +55,31 @@ def address_towards(host: str) -> str:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
-            address = str(probe.getsockname()[0])
-        return "" if is_loopback(address) else address
+            return str(probe.getsockname()[0])
     except (OSError, UnicodeError):
         return ""
+
+
+def leads_home() -> bool:
+    """True if this host's own name resolves to loopback, and no interface is named: it leads other hosts to themselves."""
+    if os.environ.get(GLOO):
+        return False
+    try:
+        return all(is_loopback(str(address[0])) for *_, address in socket.getaddrinfo(socket.gethostname(), None))
+    except (OSError, UnicodeError):
+        return True
+
+
+def choose_interface(meeting: str) -> str:
+    """Have gloo connect through the interface that leads to the host where all meet, whatever this host's own name resolves to; over
+    loopback alone if that is this host. Returns the interface, or nothing if the user has named one, or none is known.
+    """
+    if os.environ.get(GLOO):
+        return ""
+    address = address_towards(meeting)
+    if is_loopback(address):
+        os.environ |= {GLOO: LOOPBACK, NCCL: os.environ.get(NCCL) or LOOPBACK}
+        return LOOPBACK
+    if interface := interface_of(address):
+        os.environ[GLOO] = interface
+    return interface or ""

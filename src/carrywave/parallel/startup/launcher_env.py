@@ -41,6 +41,7 @@ class WorkerFile(BaseModel):
     launch: str = ""  # the name of the launch; empty for processes that only measure
     attempt: int = 0  # how often the launch has restarted its workers
     fewer: bool = False  # this attempt has fewer workers than the launch started with
+    agent: bool = False  # torch's elastic agent watches them, on several hosts
     one_host: bool = False  # all workers are on this host, and the process that started them watches all of them
     store: Path | None = None  # the file in which they rendezvous; None: at MASTER_ADDR
     folder: Path | None = None  # where they leave their beats and why they failed; None: nobody would read it
@@ -122,7 +123,7 @@ def check_not_of_mpi() -> None:
         count = os.environ.get(name, "")
         if not launched() and count.isdecimal() and int(count) > 1:
             fact = f"MPI started {count} processes ({name}), and each would train alone, because carrywave does not speak MPI"
-            raise WorkerError(f"{fact}; start it with torchrun, srun or --hosts instead, or unset {name} to train alone in each")
+            raise WorkerError(f"{fact}; start it with torchrun or srun instead, or unset {name} to train alone in each")
 
 
 def is_first() -> bool:

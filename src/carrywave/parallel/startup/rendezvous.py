@@ -22,6 +22,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from carrywave.errors import ContactLost, PortError, UserError, WorkerError, short
 from carrywave.parallel.startup import door, native_logs
+from carrywave.parallel.startup.addresses import GLOO, LOOPBACK
 from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.launcher_env import worker_file
 
@@ -143,7 +144,7 @@ def _listen(address: str, port: int) -> int | None:
 
 
 def _taken(address: str, port: int) -> PortError:
-    remedy = "use a free one (--hosts HOST:PORT, MASTER_PORT, --master-port)"
+    remedy = "use a free one (MASTER_PORT, CARRYWAVE_PORT, --master-port)"
     try:
         job = door.holder(open_store(address, port, False, ASK_SECONDS))
     except (WorkerError, RuntimeError):
@@ -223,3 +224,14 @@ def reason(error: BaseException) -> str:
     """The first line of an error, without the location in torch's source."""
     line = str(error).strip().partition("\n")[0]
     return short(re.sub(r"^\[[^]]*\.\w+:\d+\]\s*", "", line).rstrip(".") or type(error).__name__)
+
+
+def check_hosts(workers: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse, on all workers alike, if workers of other hosts cannot reach one of them: the host where all meet has a name that leads each
+    host to itself.
+    """
+    several = len({(one["boot"], one["net"]) for one in workers}) > 1
+    for rank, one in enumerate(workers):
+        if several and one["interface"] == LOOPBACK:
+            remedy = f"use its address in place of the name, or set {GLOO} on it to an interface such as eth0"
+            raise on_every_rank(WorkerError(f"other hosts cannot reach rank {rank}: its host {one['host']} resolves to loopback; {remedy}"))

@@ -1,1 +1,0 @@
-"""Writes the files with which a cluster is asked to train: for Slurm, Kubernetes and SkyPilot."""
