@@ -63,6 +63,7 @@ class TensorBoard:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of TensorBoard's own imports, about which a user can do nothing
                 from torch.utils.tensorboard import SummaryWriter
+            threading.excepthook = _without_events(threading.excepthook)
             self._writer = SummaryWriter(str(self._folder), purge_step=self._after)
         for name, value in row.items():
             if isinstance(value, float):
@@ -165,6 +166,19 @@ class Wandb:
 
     def close(self, how: Ending) -> None:
         self._run.finish(exit_code={"finished": 0, "stopped": 130, "failed": 1}[how])
+
+
+def _without_events(before: Callable[[threading.ExceptHookArgs], object]) -> Callable[[threading.ExceptHookArgs], object]:
+    """A hook that prints no traceback of a full disk in TensorBoard's own thread: its next call raises the same error."""
+    if getattr(before, "without_events", False):
+        return before
+
+    def hook(failed: threading.ExceptHookArgs, /) -> None:
+        if not (type(failed.thread).__module__.startswith("tensorboard.") and issubclass(failed.exc_type, OSError)):
+            before(failed)
+
+    hook.without_events = True  # type: ignore[attr-defined]
+    return hook
 
 
 TRACKERS: dict[str, Callable[[Path, Mapping[str, str]], Tracker]] = {"mlflow": Mlflow, "wandb": Wandb}
