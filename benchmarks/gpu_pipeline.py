@@ -32,10 +32,10 @@ from benchmarks.harness.command import main
 from benchmarks.harness.shapes import StackShape
 from benchmarks.harness.workers import TimedWorkers, printed
 from benchmarks.peers.gpu_stacks import DTYPES
+from benchmarks.shares.mps import PERCENT, shares
 from carrywave.data.batch import Batch
 from carrywave.errors import RunError, UserError
 from carrywave.kernels import random
-from carrywave.launch.shares.mps import PERCENT, shares
 from carrywave.model.encoders import Numbers
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model

@@ -19,7 +19,7 @@ from _answers import FACTORS, FLOOR, PLANS, answered, check, errors, fits, limit
 from _pairs import pairs
 from _workers import Workers
 
-from carrywave.launch.shares.mps import shares
+from benchmarks.shares.mps import shares
 
 # Counted without starting CUDA, and 0 where there is none.
 GPUS = min(4, torch.cuda.device_count())

@@ -16,7 +16,7 @@ import pytest
 
 import _disturbed_run as disturbed_run
 from _disturbed_run import RunSetup
-from carrywave.launch.shares.mps import TOOL, shares
+from benchmarks.shares.mps import TOOL, shares
 
 pytestmark = [
     pytest.mark.gpu,

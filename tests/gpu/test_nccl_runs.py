@@ -23,7 +23,7 @@ import torch
 import _disturbed_run as disturbed_run
 import carrywave
 from _disturbed_run import RunSetup
-from carrywave.launch.shares.mps import PERCENT, shares
+from benchmarks.shares.mps import PERCENT, shares
 from carrywave.parallel import worker_pool
 
 sys.path.insert(0, str(Path(__file__).parent))

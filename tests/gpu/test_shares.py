@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import carrywave
-from carrywave.launch.shares.mps import TOOL, shares
+from benchmarks.shares.mps import TOOL, shares
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,7 +102,7 @@ def test_a_worker_that_is_killed_does_not_hurt_the_others_or_those_that_follow()
 
 HOLDS = """
 import os, subprocess, sys, time
-from carrywave.launch.shares.mps import shares
+from benchmarks.shares.mps import shares
 with shares(2) as environment:
     subprocess.run([sys.executable, "-c", "import torch; torch.ones(1, device='cuda')"], env=os.environ | environment, check=True)
     print(environment["CUDA_MPS_PIPE_DIRECTORY"], flush=True)

@@ -38,11 +38,6 @@ def _capability(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdecimal())
 
 
-def shares_on(device: str) -> int:
-    """Among how many workers each GPU is divided if they compute on this device: cpu, cuda or auto; 1 if none is."""
-    return shares_of_a_gpu() if device != "cpu" and visible() else 1
-
-
 def visible() -> list[int | str]:
     """The GPUs this process may use, each by its index or, as CUDA_VISIBLE_DEVICES may have it, by its UUID."""
     count = len(nvidia_smi("name"))

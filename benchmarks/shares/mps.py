@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import IO
 
+from benchmarks.shares import gpu_probe, mps_guard
 from carrywave.errors import WorkerError
 from carrywave.launch.hardware import nvidia_smi, visible
-from carrywave.launch.shares import gpu_probe, mps_guard
 from carrywave.parallel.startup.environment import MOST_SHARES, OVERLAPPING, SHARE_GPU
 
 TOOL = "nvidia-cuda-mps-control"
