@@ -19,7 +19,7 @@ import torch
 import carrywave
 
 ROOT = Path(__file__).parents[1]
-ALONE = ("classify_arrays", "drop_in_lstm", "own_loop", "own_modules", "recurrent_ppo", "step_by_hand")
+ALONE = ("classify_arrays", "drop_in_lstm", "own_cell", "own_loop", "own_modules", "recurrent_ppo", "step_by_hand")
 MANY = ("accumulate", "any_module", "replicas", "stages", "stateful_stream", "variable_lengths")
 # How programs for several devices are started, with further words that make a start small.
 SCRIPTS = {
@@ -196,7 +196,7 @@ def test_the_readme_lists_every_example() -> None:
     listed = re.findall(r"^- `([^`]+)`", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
     assert sorted(listed) == sorted(there)
-    data = ("cmudict_data", "music_data", "python_data", "slot_filling", "spoken_digits", "streamflow")
+    data = ("exported_forecast", "cmudict_data", "music_data", "python_data", "slot_filling", "spoken_digits", "streamflow")
     assert {f"{name}.py" for name in (*ALONE, *MANY, *data)} == {name for name in there if name.endswith(".py")}
 
 
@@ -209,13 +209,8 @@ def test_the_python_on_a_page_runs(page: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_cell_of_ones_own_on_two_stages_has_the_loss_of_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The program of docs/python.md as it stands, and without its devices."""
-    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-    [text] = [block for block in blocks if "# own_cell.py" in block]
-    assert len([line for line in text.splitlines() if line.strip()]) <= 30
-    (tmp_path / "own_cell.py").write_text(text)
-    together = losses(start(f"python {tmp_path / 'own_cell.py'}", ""))
-    exec(compile(re.sub(r", devices=2, plan=.*?}", "", text), "own_cell.py", "exec"), {"__name__": "own_cell"})
+def test_a_cell_of_ones_own_on_two_stages_has_the_loss_of_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    together = losses(start("python examples/own_cell.py", ""))
+    program("own_cell").main(devices=1)
     assert together == losses(capsys.readouterr().out)
     assert together[0][0] < 0.6  # of 0.69 for two classes that are equally frequent

@@ -1,10 +1,9 @@
-"""Forecasts with covariates in every format: fed as docs/export.md says, they say what `carrywave predict` says."""
+"""Forecasts with covariates in every format: fed as examples/exported_forecast.py does, they say what `carrywave predict` says."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +22,7 @@ from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
-DOCS = Path(__file__).parents[2] / "docs" / "export.md"
-[SNIPPET] = re.findall(r"```python\n((?:(?!```).)*step\[\"codes\"\].*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
+SNIPPET = (Path(__file__).parents[2] / "examples" / "exported_forecast.py").read_text(encoding="utf-8")
 HAS_ONNX = all(find_spec(name) is not None for name in ("onnx", "onnxruntime"))
 LOADED = 'program = torch.export.load(folder / "model.pt2").module()'
 Program = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
@@ -73,7 +71,7 @@ def forecast_of(run: Path) -> list[float]:
 
 
 def by_hand(folder: Path, run: Path, program: Program | None = None) -> dict[str, Any]:
-    """What the documentation's lines find, with another program in place of the one that they load, if one is given."""
+    """What the program finds, with another program in place of the one that they load, if one is given."""
     assert LOADED in SNIPPET
     text = SNIPPET.replace("exports/NAME-torch", str(folder)).replace("sales.csv", str(run.parent / "sales.csv"))
     found: dict[str, Any] = {"given": program}
