@@ -279,7 +279,7 @@ def test_resume_takes_the_spec_of_the_run(install: Install, tmp_path: Path) -> N
     install("carrywave.train.fit", train=train)
     (tmp_path / "spec.yaml").write_text("model: {hidden: 8}\nplan: auto\n")
     assert call("train", "--resume", "--run", str(tmp_path), "train.epochs=3")[0] == 0
-    assert seen == [parse({"model": {"hidden": 8}, "train": {"epochs": 3}}, own=True)]
+    assert seen == [parse({"model": {"hidden": 8}, "train": {"epochs": 3}}, defaults=False)]
 
 
 @pytest.mark.parametrize(("ending", "code"), [("done", 0), ("early", 0), ("interrupted", 130), ("terminated", 75)])
@@ -532,7 +532,8 @@ def test_what_workers_print_is_dropped_where_stdout_is_closed(tmp_path: Path, mo
     outputs = Outputs(tmp_path / "logs")
     handle, _ = outputs.of(0)
     assert handle is not None
-    os.write(handle, b"a line")
+    handle.write(b"a line")
+    handle.flush()
     monkeypatch.setattr(sys, "stdout", None)
     outputs.pass_on()
     outputs.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import carrywave as cw
 from carrywave.errors import DataError, RunError, SpecError, UserError
 from carrywave.report.samples import samples_of
 from carrywave.runs.run import Run
-from carrywave.spec.load import load, load_own, parse, with_new_names
+from carrywave.spec.load import parse
 from carrywave.train.backtest import RollingOptions, backtest_run
 from carrywave.train.fit import train
 from carrywave.train.start.run_source import refuse_python
@@ -51,17 +50,12 @@ def test_a_test_file_that_has_changed_is_told(trained: Path) -> None:
         cw.evaluate(trained / "run", device="cpu")
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_part_of_a_training_file_that_has_changed_is_refused(tmp_path: Path, older: bool) -> None:
+def test_a_part_of_a_training_file_that_has_changed_is_refused(tmp_path: Path) -> None:
     """A file that is refreshed every night: rows that were trained on move into its last share."""
     path = tmp_path / "load.csv"
     frame = series("a", 60)
     frame.to_csv(path, index=False)
     run = forecast(str(path), tmp_path, split=[40, 10, 10]).run
-    if older:  # a run of a version that did not keep the hashes among its facts
-        facts = json.loads((run / "facts.json").read_text())
-        assert list(facts.pop("files")) == ["train"]
-        (run / "facts.json").write_text(json.dumps(facts))
     before = cw.evaluate(run, device="cpu")
     series("a", 75).iloc[15:].to_csv(path, index=False)
     with pytest.raises(
@@ -155,18 +149,6 @@ def test_what_a_person_should_know_is_logged_from_python_too(tmp_path: Path, cap
     said = "\n".join(record.message for record in caplog.records)
     assert "color" in said
     assert "missing" in said
-
-
-def test_a_run_of_an_older_version_is_read_and_resumed_under_the_new_names_of_keys(trained: Path) -> None:
-    spec = trained / "run" / "spec.yaml"
-    text = spec.read_text()
-    spec.write_text(text.replace("plan: auto\n", "plan:\n  replicas: 1\n  stages: 1\n  slices: 2\n"))
-    assert spec.read_text() != text
-    assert cw.evaluate(trained / "run", device="cpu")["loss"] > 0
-    assert load_own(spec).plan_spec.micro_batches == 2
-    with pytest.raises(SpecError, match=r"^plan\.slices is now called plan\.micro_batches; use that name$"):
-        load(spec)
-    assert with_new_names({"plan": "auto"}) == {"plan": "auto"}
 
 
 @pytest.mark.parametrize("by", ["series", "step", "column"])

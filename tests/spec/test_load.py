@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from carrywave.errors import SpecError
 from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.describe import keys
-from carrywave.spec.load import dump, load, load_own, of_earlier_version, parse, set_overrides
+from carrywave.spec.load import dump, load, load_own, parse, set_overrides
 from carrywave.spec.model_spec import WIDEST, ModelSpec
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
@@ -133,7 +133,6 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         # keys
         ("model.hiden=3", "unknown key model.hiden; did you mean model.hidden?"),
         ("modle.hiden=3", "unknown key modle.hiden; did you mean model.hidden?"),
-        ("plan.slices=2", "plan.slices is now called plan.micro_batches; use that name"),
         ("model.lr=3", "unknown key model.lr; did you mean train.lr?"),
         ("model.units=3", "unknown key model.units; did you mean model.hidden?"),
         ("batch_size=3", "unknown key batch_size; did you mean batch.lanes or batch.tokens?"),
@@ -354,7 +353,7 @@ def test_a_run_s_own_spec_that_lost_its_end_is_refused(lines: int, spec_file: Pa
 def test_what_is_dumped_loads_to_an_equal_spec(tmp_path_factory: pytest.TempPathFactory, spec: Spec) -> None:
     path = tmp_path_factory.mktemp("spec") / "spec.yaml"
     path.write_text(dump(spec), encoding="utf-8")
-    assert load_own(path) == of_earlier_version(Spec.model_validate(spec.model_dump()))
+    assert load_own(path) == Spec.model_validate(spec.model_dump())
 
 
 def test_a_dump_shows_every_key_in_order() -> None:

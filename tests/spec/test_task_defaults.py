@@ -21,7 +21,7 @@ def test_a_spec_with_defaults_is_valid_and_read_again_it_stays_as_it_is(task: st
     assert spec != parse({"task": task}, defaults=False)
     written = parse_yaml(dump(spec), "spec")
     assert parse(written) == spec
-    assert parse(written, own=True).model == spec.model
+    assert parse(written, defaults=False).model == spec.model
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {

@@ -77,7 +77,7 @@ def train(
         if resume and init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
         if resume and path is None:
-            resolved = with_overrides(of_rank_0(lambda: _spec_of(run)), overrides, own=True)
+            resolved = with_overrides(of_rank_0(lambda: _spec_of(run)), overrides, defaults=False)
         else:
             resolved = load(path, overrides)
         before = Path(run) if resume and run is not None else None
@@ -102,7 +102,7 @@ def _with_precision(spec: Spec, before: str | None, device: str) -> Spec:
     if spec.train.precision != AUTO:
         return spec
     if before is not None:
-        return with_precision(spec, parse(_spec_of(before), own=True).train.precision)
+        return with_precision(spec, parse(_spec_of(before), defaults=False).train.precision)
     with leaving_at_once():
         from carrywave.parallel.devices import pick_device
         from carrywave.step.precision import made_for_bf16

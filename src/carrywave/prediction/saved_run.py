@@ -24,7 +24,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan, resolve
 from carrywave.runs.checkpoint.atomic_files import read_tensors
-from carrywave.runs.checkpoint.snapshot import open_stored, weights_metadata
+from carrywave.runs.checkpoint.snapshot import weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.run import Run
 from carrywave.runs.run_place import BANDS, LINEAR
@@ -224,11 +224,8 @@ def own_data(saved: Saved) -> Prepared:
 
 
 def files_of(run: Run) -> dict[str, str]:
-    """The SHA-256 of each file that a run was trained with, by part; runs of older versions have them in their snapshots only."""
+    """The SHA-256 of each file that a run was trained with, by part."""
     files = run.read_object("facts.json").get("files")
-    if files is None:
-        with suppress(RunError):
-            files = open_stored(run.snapshots).meta.get("files")
     return files if isinstance(files, dict) else {}
 
 

@@ -29,7 +29,6 @@ DATA_FILES = {
     **dict.fromkeys((".jsonl", ".ndjson"), "task=classification "),
 }
 COMPRESSED = (".gz", ".zst")
-RENAMED = {"plan.slices": "plan.micro_batches"}  # old name: new name
 ELSEWHERE = {  # what Keras, PyTorch, Darts or NeuralForecast call it: our keys
     "units": ("model.hidden",),
     "hidden_dim": ("model.hidden",),
@@ -57,9 +56,9 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
     return with_overrides({} if path is None else read_values(path), overrides)
 
 
-def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, own: bool = False) -> Spec:
-    """Apply `key=value` overrides to the values of a spec, and validate; `own` as in `parse`."""
-    return parse(set_overrides(values, overrides), own=own)
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, defaults: bool = True) -> Spec:
+    """Apply `key=value` overrides to the values of a spec, and validate; `defaults` as in `parse`."""
+    return parse(set_overrides(values, overrides), defaults=defaults)
 
 
 def set_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -71,9 +70,9 @@ def set_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def load_own(path: Path) -> Spec:
-    """Read a spec that a run has written. If an older version wrote it, keys that were renamed since are read under their new names."""
+    """Read a spec that a run has written."""
     values = read_values(path)
-    spec = parse(with_new_names(values), own=True)
+    spec = parse(values, defaults=False)
     _check_whole(path, values)
     return spec
 
@@ -91,24 +90,12 @@ def _check_whole(path: Path, values: Mapping[str, Any]) -> None:
         raise SpecError(f"{path} is damaged: its end is missing; restore it, for example from the metadata of weights.safetensors")
 
 
-def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with renamed keys under their new names."""
-    found = dict(tree)
-    for old, new in RENAMED.items():
-        section, _, name = old.rpartition(".")
-        if isinstance(values := found.get(section), Mapping) and name in values:
-            found[section] = {new.rpartition(".")[2] if key == name else key: value for key, value in values.items()}
-    return found
-
-
-def parse(values: Mapping[str, Any], *, own: bool = False, defaults: bool = True) -> Spec:
+def parse(values: Mapping[str, Any], *, defaults: bool = True) -> Spec:
     """Validate a mapping of plain values, such as `{"model": {"hidden": 256}}`, as a spec, with the defaults of its task.
 
-    `own`: a run has written it. Without `defaults`, a key that is not set has the default of its field, whatever the task.
+    Without `defaults`, a key that is not set has the default of its field, whatever the task; a spec that a run has written has all keys.
     """
     spec = _validated(values)
-    if own:
-        return of_earlier_version(spec)
     return with_task_defaults(spec) if defaults else spec
 
 
@@ -127,13 +114,6 @@ def _validated(values: Mapping[str, Any]) -> Spec:
     except ValidationError as error:
         raise SpecError(_first_of(_explain(error, tree))) from None
     return spec
-
-
-def of_earlier_version(spec: Spec) -> Spec:
-    """A run's spec as it was meant: runs of earlier versions did not stop by themselves, and kept the best weights."""
-    old = {name: value for name, value in (("early_stop", 0), ("weights", "best")) if name not in spec.train.model_fields_set}
-    old |= {"early_stop": 0} if spec.train.early_stop is None else {}
-    return spec.model_copy(update={"train": spec.train.model_copy(update=old)}) if old else spec
 
 
 def _plain(value: object) -> object:
@@ -230,8 +210,6 @@ def _unknown(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _suggest(dotted: str) -> str:
     """The message for an unknown key, with the closest known key."""
-    if dotted in RENAMED:
-        return f"{dotted} is now called {RENAMED[dotted]}; use that name"
     section, _, last = dotted.rpartition(".")
     known = list(keys())
     beside = [name for name in known if name.rpartition(".")[0] == section] or [name for name in known if "." not in name]

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from carrywave.errors import RunError, UserError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.defaults import AUTO, SPANS, open_keys
-from carrywave.spec.load import of_earlier_version, with_new_names
 from carrywave.spec.section import Section
 from carrywave.spec.spec import PAST_STEPS, Spec
 from carrywave.spec.task_defaults import FRONT
@@ -39,7 +38,7 @@ OPEN: Mapping[str, object] = {
 def spec_of(snapshot: Stored) -> Spec:
     """The spec that a snapshot was made with."""
     with sound():
-        return of_earlier_version(Spec.model_validate(with_new_names(snapshot.meta["spec"])))
+        return Spec.model_validate(snapshot.meta["spec"])
 
 
 def left_open(spec: Spec) -> set[str]:

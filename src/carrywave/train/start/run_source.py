@@ -18,7 +18,7 @@ from carrywave.runs.checkpoint.same_spec import check_same, spec_of
 from carrywave.runs.checkpoint.snapshot import Stored, open_stored
 from carrywave.runs.run import Run
 from carrywave.spec.data_spec import DataSpec
-from carrywave.spec.load import load_own, parse, with_new_names
+from carrywave.spec.load import load_own, parse
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.spec.yaml_text import parse_yaml
@@ -130,9 +130,10 @@ def reading_of(init: str, spec: Spec) -> dict[str, Any]:
         return {}
     spec_text = parse_yaml(described.get("spec", ""), str(path))
     try:
-        theirs = parse(spec_text if isinstance(spec_text, dict) else {}, own=True).data.model_dump(mode="json", include=set(LEARNED_BY))
+        spec_before = parse(spec_text if isinstance(spec_text, dict) else {}, defaults=False)
     except SpecError:
         return {}  # from another version; the codec is enough
+    theirs = spec_before.data.model_dump(mode="json", include=set(LEARNED_BY))
     mine = spec.data.model_dump(mode="json", include=set(LEARNED_BY))
     for name in LEARNED_BY:
         if name in spec.data.model_fields_set and mine[name] != theirs[name]:
@@ -168,7 +169,7 @@ def _init_codec(init: str) -> Codec | None:
 def plan_before(folder: Run) -> Plan | None:
     """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
     try:
-        recorded = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
+        recorded = folder.read_json("plan.json")
         return plan_of_json({name: recorded[name] for name in PlanSpec.model_fields})
     except (RunError, ValueError, TypeError, KeyError, RecursionError):
         return None
