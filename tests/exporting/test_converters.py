@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -18,7 +19,8 @@ from carrywave.prediction.saved_run import open_run
 
 DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 [SECTION] = re.findall(r"\n## One step at a time\n(.*?)\n## ", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
-IN_ONNXRUNTIME, OPENED, LITERT, EXECUTORCH, COREML = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
+[CONVERTERS] = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
+OPENED, LITERT, EXECUTORCH, COREML = re.split(r"\n\n# ", CONVERTERS)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +35,18 @@ def test_in_onnxruntime(speaker: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnx", reason="the extra onnx is not installed")
     pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
     export_run(speaker, "onnx", tmp_path / "out", step=True)
-    found: dict[str, Any] = {}
-    exec(IN_ONNXRUNTIME.replace("exports/NAME-onnx", str(tmp_path / "out")), found)
-    assert isinstance(found["about"]["initial"]["h_l0"], list)  # it is learned
+    about = json.loads((tmp_path / "out" / "model.json").read_text())
+    session = importlib.import_module("onnxruntime").InferenceSession(tmp_path / "out" / "model.onnx")
+    assert isinstance(about["initial"]["h_l0"], list)  # it is learned
+    shapes = {port["name"]: (1, *port["shape"][1:]) for port in about["inputs"]}
+    state = {name: np.full(shapes[name], first, np.float32) for name, first in about["initial"].items()}
+    tokens = torch.tensor([[about["codec"]["vocabulary"].index(character) for character in "the cat"]])
+    for token in tokens[0].tolist():
+        logits, *after = session.run(None, {"x": np.array([token]), **state})
+        state = dict(zip(state, after, strict=True))
     with torch.no_grad():
-        tokens = torch.tensor([[found["vocabulary"].index(character) for character in "the cat"]])
         [right] = Portable(open_run(speaker, "cpu").model)(tokens)
-    np.testing.assert_allclose(found["logits"][0], right[0, -1], atol=1e-5)  # float32
+    np.testing.assert_allclose(logits[0], right[0, -1], atol=1e-5)  # float32
 
 
 @pytest.fixture
@@ -61,7 +68,7 @@ def first(opened: dict[str, Any]) -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore")  # of what converters themselves are built on
 def test_litert(opened: dict[str, Any]) -> None:
     pytest.importorskip("litert_torch", reason="litert-torch is not installed")
-    exec(LITERT, opened)
+    exec("# " + LITERT, opened)
     from ai_edge_litert.interpreter import Interpreter
 
     run = Interpreter(model_path=str(opened["folder"] / "model.tflite")).get_signature_runner()
@@ -75,7 +82,7 @@ def test_litert(opened: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore")  # of what converters themselves are built on
 def test_executorch(opened: dict[str, Any]) -> None:
     pytest.importorskip("executorch", reason="executorch is not installed")
-    exec(EXECUTORCH, opened)
+    exec("# " + EXECUTORCH, opened)
     from executorch.runtime import Runtime
 
     found = Runtime.get().load_program(opened["folder"] / "model.pte").load_method("forward").execute(first(opened))
@@ -87,5 +94,5 @@ def test_executorch(opened: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore")  # of what converters themselves are built on
 def test_coreml(opened: dict[str, Any]) -> None:
     pytest.importorskip("coremltools", reason="coremltools is not installed")
-    exec(COREML, opened)
+    exec("# " + COREML, opened)
     assert (opened["folder"] / "model.mlpackage").is_dir()
