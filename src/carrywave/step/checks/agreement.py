@@ -37,7 +37,6 @@ REMEDIES = (
 BATCHES, CONTENTS, OPTIMIZER, WEIGHTS = range(len(REMEDIES))
 HASHED_BYTES = 1 << 20  # hashed per tensor; a longer one is sampled evenly down to this size
 CHUNK = 1 << 20  # most elements of one weight that a step checks
-SEEN_AT_ONCE = 1 << 18  # elements of small weights checked together on the CPU; on a GPU each costs a launch, so one at a time
 _BELOW = (1 << 40) - 1
 Piece = tuple[Mapping[str, Tensor | None], str, int]  # where a weight or buffer is, its name there, and the first element to check
 
@@ -65,7 +64,7 @@ class Agreement:
         self.at_once = not any(kind.startswith("cuda") for kind in kinds)
         # Different processors round differently, so their weights may differ in the last bits.
         self._looks = len(set(kinds)) == 1
-        self._pieces = _pieces(held, model, SEEN_AT_ONCE if mesh.device.type == "cpu" else 1)
+        self._pieces = _pieces(held, model)
         self._steps = 0
         self._given: WorkerInputs | None = None
         self._on_device: list[Tensor] = []  # checksums of tensors on a GPU
@@ -124,10 +123,15 @@ class Agreement:
         """This worker's row of checksums."""
         if self.mesh.world.size == 1 or self._given is None:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
-        numbers = torch.tensor(self._given.numbers, dtype=torch.float64).to(self.device, non_blocking=True)
+        row = torch.tensor([*self._given.numbers, 0.0], dtype=torch.float64).to(self.device, non_blocking=True)
         for found in self._on_device:
-            numbers[CONTENTS] += found
-        return torch.cat([numbers, self._weights()[None]])
+            row[CONTENTS] += found
+        for store, name, low in self._pieces_now():
+            tensor = store.get(name)
+            if tensor is not None:
+                # A different factor for each piece keeps differences from cancelling; everything is below 2**53, so exact in float64.
+                row[WEIGHTS] = (row[WEIGHTS] * 31 + sum_of(tensor.detach().reshape(-1)[low : low + CHUNK])) % (_BELOW + 1)
+        return row
 
     def after(self, marks: Tensor) -> None:
         """Take the rows of all workers, once all-reduced; compare them now, or after the next step."""
@@ -171,35 +175,24 @@ class Agreement:
         verb = "got" if column == BATCHES else "has"
         return f"rank {rank} {verb} {theirs}, but rank {first} {verb} {ours}"
 
-    def _weights(self) -> Tensor:
-        """A checksum of some of the weights, different ones at each step. It sums integers, so the order of summation does not matter."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        pieces = self._pieces[self._steps % len(self._pieces)] if self._pieces and self._looks else []
-        for number, (store, name, low) in enumerate(pieces):
-            found = store.get(name)
-            if found is not None:
-                # A different factor for each piece keeps differences from cancelling. All sums are below 2**53, so exact in float64.
-                total = total + (number % 31 + 1) * sum_of(found.detach().reshape(-1)[low : low + CHUNK])
-        return total
+    def _pieces_now(self) -> Sequence[Piece]:
+        """The weights and buffers to check: all of them at steps 1, 2, 4, 8 and so on, one in its turn at any other."""
+        step = self._steps + 1
+        if not self._pieces or not self._looks:
+            return []
+        return self._pieces if step & (step - 1) == 0 else [self._pieces[step % len(self._pieces)]]
 
 
-def _pieces(held: Mapping[str, nn.Parameter], model: nn.Module, together: int) -> list[list[Piece]]:
-    """All weights and buffers in groups, one of which each step checks. They are looked up by name, because a buffer may be reassigned."""
+def _pieces(held: Mapping[str, nn.Parameter], model: nn.Module) -> list[Piece]:
+    """All weights and buffers, in pieces of at most `CHUNK`. They are looked up by name, because a buffer may be reassigned."""
     places: list[tuple[Mapping[str, Tensor | None], str]] = [(held, name) for name in held]
     # TorchScript's buffers are made anew on every access.
     places += [(kept, name) for module in model.modules() if isinstance(kept := module._buffers, dict) for name in kept]
-    groups: list[list[Piece]] = []
-    room = 0
+    pieces: list[Piece] = []
     for store, name in places:
         tensor = store[name]
-        for low in range(0, 0 if tensor is None or tensor.is_meta else tensor.numel(), CHUNK):
-            assert tensor is not None
-            if not groups or tensor.numel() > room:
-                groups.append([])
-                room = together
-            groups[-1].append((store, name, low))
-            room -= tensor.numel()
-    return groups
+        pieces += [(store, name, low) for low in range(0, 0 if tensor is None or tensor.is_meta else tensor.numel(), CHUNK)]
+    return pieces
 
 
 def _size(batch: Batch) -> str:
