@@ -91,7 +91,10 @@ class Batch:
             raise UserError(
                 f"history has shape {list(history.shape)}; pass [past - 1 + {steps}, {count}, columns]: from the past of the first step"
             )
-        lengths_B = _fitting(steps if lengths is None else lengths, "lengths", (count,), torch.int64, device)
+        if lengths is None:
+            lengths_B = torch.full((count,), steps, device=device)
+        else:
+            lengths_B = _fitting(lengths, "lengths", (count,), torch.int64, device)
         limits_B = None if lengths is None else lengths_B
         real, begun, reading = steps * count, None, pooled
         if limits_B is not None:
@@ -120,13 +123,17 @@ class Batch:
             targets = _masked(targets, limits_B, torch.nan if targets.is_floating_point() else IGNORED, by_lane=by_lane)
         if weights is not None:
             weights = _weights(weights, targets, limits_B, (steps, count), by_lane=reading)
+        if fresh is None or isinstance(fresh, bool):
+            fresh_B = torch.full((count,), fresh is not False, device=device)
+        else:
+            fresh_B = _fitting(fresh, "fresh", (count,), torch.bool, device)
         numbers_B = torch.arange(count, device=device)
         lanes_B = numbers_B if lanes is None else _fitting(lanes, "lanes", (count,), torch.int64, device)
         return Batch(
             inputs=inputs,
             targets=targets,
             lengths=lengths_B,
-            fresh=_fitting(True if fresh is None else fresh, "fresh", (count,), torch.bool, device),
+            fresh=fresh_B,
             lanes=lanes_B,
             sequence=torch.where(lengths_B > 0, numbers_B, -1),
             offset=torch.zeros_like(numbers_B),
@@ -134,7 +141,7 @@ class Batch:
             step=-1 if step is None else step,
             real=real,
             begun=begun,
-            goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
+            goes_on=fresh is False or not (fresh is None or fresh is True or bool(torch.as_tensor(fresh).all())),
             numbers=None if lanes is None else tuple(lanes_B.tolist()),
             pooled=reading,
             history=history,

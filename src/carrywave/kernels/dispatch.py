@@ -82,7 +82,8 @@ class Backends:
         if layer[0].extra is not None:
             return "normed" if name == "auto" and normed.serves(self.cell, x_TBI, layer, marks) else "reference"
         whole = heads_of(layer, self.cell.gates) == 1
-        torchs = "aten" if whole and self.aten is not None and torch_kernels.serves(x_TBI, marks) else "reference"
+        served = marks is None or torch_kernels.serves(x_TBI, marks)
+        torchs = "aten" if whole and self.aten is not None and served else "reference"
         if derivatives.traced():  # a tracer cannot look into a handwritten backward, and would unroll a loop over steps
             return torchs
         if x_TBI.shape[1] == 0 or derivatives.transformed():

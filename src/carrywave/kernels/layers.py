@@ -55,7 +55,10 @@ def run_layers(
     """
     real_TB1 = None if full or lengths is None else real_steps(lengths, x_TBI.shape[0])
     lengths = None if real_TB1 is None else lengths
-    compute = _dtype(x_TBI.device.type, layers)
+    device, compute = x_TBI.device.type, layers[0][0].w_ih.dtype
+    casts = is_cast(device)
+    if casts and compute != torch.float64:  # autocast never narrows float64
+        compute = torch.get_autocast_dtype(device)
     ends: list[AnyCarry] = []
     backends = backends or backends_of(lstm.CELL)
 
@@ -68,7 +71,7 @@ def run_layers(
         return None if key is None or number >= len(places) else multiplier(like_TBU, key, lanes, places[number])
 
     # Backends compute in a single dtype, so the autocast that chose it must not cast inside them.
-    with torch.autocast(x_TBI.device.type, enabled=False) if is_cast(x_TBI.device.type) else contextlib.nullcontext():
+    with torch.autocast(device, enabled=False) if casts else contextlib.nullcontext():
         y_TBO = x_TBI.to(compute)
         plain = lengths is None and not (key is not None and places[: len(layers) - 1])
         wave = backends.wave_of(backend, y_TBO, layers, chunk, marks, plain=plain) if norms is None else None
@@ -86,14 +89,8 @@ def run_layers(
             if norm is not None:
                 y_TBO = norm(y_TBO.to(torch.promote_types(compute, torch.float32))).to(compute)
                 y_TBO = y_TBO if real_TB1 is None else torch.where(real_TB1, y_TBO, 0.0)
-            y_TBO = dropped_after(number, y_TBO)
+            y_TBO = y_TBO if key is None else dropped_after(number, y_TBO)
     return y_TBO, tuple(ends)
-
-
-def _dtype(device: str, layers: Sequence[Layer]) -> torch.dtype:
-    """The compute dtype of the layers: autocast's if it is enabled, otherwise the weights'. Autocast never narrows float64."""
-    weight_dtype = layers[0][0].w_ih.dtype
-    return torch.get_autocast_dtype(device) if is_cast(device) and weight_dtype != torch.float64 else weight_dtype
 
 
 def is_cast(device: str) -> bool:

@@ -68,8 +68,8 @@ site._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def key(seed: int, *path: int) -> Tensor:
     """A key, int32[2] on the CPU: 8 bytes of BLAKE2b over the numbers in decimal, so that seeds of any size count in full."""
     digest = hashlib.blake2b(",".join(str(int(number)) for number in (seed, *path)).encode(), digest_size=8).digest()
-    words = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
-    return torch.tensor([signed(word) for word in words], dtype=torch.int32)
+    words = [int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:])]
+    return torch.tensor(words, dtype=torch.int32)
 
 
 def draw() -> Tensor:

@@ -5,7 +5,7 @@ Shapes: B lane, I input, H hidden, G = gates · H, P output width (the projectio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +40,10 @@ class LayerWeights(NamedTuple):
         blocks = self.w_hh.view(-1, width // units, units, units).permute(1, 3, 0, 2)
         return self._replace(w_hh=blocks.reshape(width // units, units, -1))
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """Those that there are, in the order of torch.nn's layers."""
-        yield from (tensor for tensor in (self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_hr) if tensor is not None)
-        yield from (self.extra or {}).values()
+        plain = (tensor for tensor in (self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_hr) if tensor is not None)
+        return (*plain, *(self.extra or {}).values())
 
     def inputs(self, x_TBI: Tensor) -> Tensor:
         """[T, B, G]: the inputs, times `w_ih`, with their bias; normalised before it if the cell has norms."""

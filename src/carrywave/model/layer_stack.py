@@ -195,8 +195,9 @@ class LayerStack(nn.Module):
 
     def reset(self, carries: AnyCarries, fresh_B: Tensor, layers: range | None = None) -> AnyCarries:
         """Replace the carries of fresh lanes with the initial ones."""
-        first = carries[0][0]
-        fresh_B1 = fresh_B[:, None]
+        first, fresh_B1 = carries[0][0], fresh_B[:, None]
+        if not self.learned_carry:
+            return tuple(changed(carry, lambda part: part.masked_fill(fresh_B1, 0.0)) for carry in carries)
         starts = self.initial(first.shape[1], first.dtype, first.device, layers)
 
         def begun(old: Tensor, new: Tensor) -> Tensor:
@@ -226,11 +227,12 @@ class LayerStack(nn.Module):
         return next(self.parameters()) if parameter is None else parameter
 
     def _suffixes(self, layer: int) -> tuple[str, ...]:
-        return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
+        return (f"_l{layer}", f"_l{layer}_reverse") if self.bidirectional else (f"_l{layer}",)
 
     def _parameters_of(self, layer: int) -> Layer:
         found = []
         for suffix in self._suffixes(layer):
-            extra = {name: getattr(self, name + suffix) for name in self.extra_names[layer]}
-            found.append(LayerWeights._make([*(getattr(self, name + suffix, None) for name in _NAMES), extra or None, None]))
+            more = self.extra_names[layer]
+            extra = {name: getattr(self, name + suffix) for name in more} if more else None
+            found.append(LayerWeights._make([*(getattr(self, name + suffix, None) for name in _NAMES), extra, None]))
         return tuple(found)

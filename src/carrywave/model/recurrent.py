@@ -139,8 +139,9 @@ class Recurrent(LayerStack):
                 hook(self, ())
         if fresh is not None:
             carries = self.reset(carries, fresh, layers)
-        sites = [random.site(f"{self.path}.l{layer}.dropout") for layer in layers if layer < self.num_layers - 1]
-        if self.training and (self.weight_drop or (self.dropout and sites) or self.noisy):
+        between = [layer for layer in layers if layer < self.num_layers - 1] if self.dropout else []
+        sites = [random.site(f"{self.path}.l{layer}.dropout") for layer in between]
+        if self.training and (self.weight_drop or sites or self.noisy):
             scope = random.current_scope()
             if key is None and scope is not None:
                 key, lanes, start = scope.key_of(self.path), scope.lanes if lanes is None else lanes, scope.start

@@ -93,7 +93,8 @@ class Stage(nn.Module):
     def carries(self, tensors: Sequence[Tensor]) -> AnyCarries:
         """One carry per layer, from the tensors of `parts`."""
         cell = self.lstm.cell
-        return tuple(cell.carry(*tensors[first : first + len(cell.parts)]) for first in range(0, len(tensors), len(cell.parts)))
+        parts = len(cell.parts)
+        return tuple(cell.carry(*tensors[first : first + parts]) for first in range(0, len(tensors), parts))
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, Tensor, State]:
         """Run one chunk: return the input of the next stage or the head, the same before output dropout, and the new state."""
