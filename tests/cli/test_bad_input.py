@@ -373,7 +373,7 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda run: (last(run) / CARRY).unlink(), f"{CARRY} is missing; {OTHER}"),
     "no manifest": (lambda run: (last(run) / "manifest.json").unlink(), "last does not name a snapshot in its folder; replace its content"),
     "mixed": (mix, f"{PARAMETERS} is damaged: its SHA-256 does not match the manifest; {OTHER}"),
-    "newer": (lambda run: remanifest(run, format=3), "has format 3, but this version reads format 2; update carrywave"),
+    "newer": (lambda run: remanifest(run, format=3), "has format 3, but this version reads format 2; use the version that wrote it"),
     "path": (leave, r"manifest.json lists the file '\.\./\.\./spec.yaml', which is outside its folder; do not use this snapshot"),
     "other dtype": (
         lambda run: rewrite(run, lambda old: replace(old, parameters={k: v.double() for k, v in old.parameters.items()})),
@@ -395,10 +395,6 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no logs": (
         lambda run: (run / "metrics.jsonl").unlink(),
         r"run/metrics.jsonl has 0 bytes, but had \d+ when the snapshot was made; restore the",
-    ),
-    "last is a pipe": (
-        lambda run: piped(run / "snapshots" / "last"),
-        "run/snapshots/last is not a regular file; replace it with one that holds the name of a snapshot folder",
     ),
     "log is a pipe": (lambda run: piped(run / "metrics.jsonl"), "run/metrics.jsonl is not a regular file; restore the one"),
     "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); correct --run, or remove --resume"),
@@ -461,13 +457,11 @@ def tamper(path: Path, change: Callable[[dict[str, torch.Tensor]], Mapping[str, 
     save_file(dict(change(load_file(path))), path, atomic_files.read_metadata(path))
 
 
+NOT_VALID = r"is not a valid safetensors file \(.*\); copy it again, or use another file"
 WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (cut, r"is truncated: it has \d+ of \d+ bytes; copy it again, or use another file"),
-    "empty": (
-        lambda path: path.write_bytes(b""),
-        "is truncated: it has 0 bytes, fewer than its header; copy it again, or use another file",
-    ),
-    "text": (lambda path: path.write_text("not weights at all"), "is not a safetensors file|is truncated"),
+    "truncated": (cut, NOT_VALID),
+    "empty": (lambda path: path.write_bytes(b""), NOT_VALID),
+    "text": (lambda path: path.write_text("not weights at all"), NOT_VALID),
     "pickle": (
         lambda path: torch.save({"a": torch.zeros(2)}, path),
         r"is a pickle \(torch.save\), which can run code when it is loaded; convert",
@@ -487,11 +481,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: tamper(path, lambda old: old | {"lstm.weight_ih_l1": torch.zeros(2)}),
         "is from another model: it has lstm.weight_ih_l1, which this model does not; use the weights of a model with the same spec",
     ),
-    "deep header": (
-        lambda path: path.write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000),
-        "is not a safetensors file: it has no readable header",
-    ),
-    "absurd header": (lambda path: path.write_bytes((2**63).to_bytes(8, "little") + b"{}"), "it has no readable header"),
+    "deep header": (lambda path: path.write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000), NOT_VALID),
     "pipe": (
         piped,
         "--init run: run or weights file not found; pass|run has no weights.safetensors yet; train it",
@@ -871,7 +861,7 @@ def test_a_process(run: Path, work: Path) -> None:
     cut(run / "weights.safetensors")
     before = contents(work)
     ended = subprocess.run([sys.executable, "-m", "carrywave", "evaluate", "run"], capture_output=True, text=True, timeout=120)
-    assert one_line(ended.returncode, ended.stderr).startswith("run/weights.safetensors is truncated: ")
+    assert one_line(ended.returncode, ended.stderr).startswith("run/weights.safetensors is not a valid safetensors file (")
     assert contents(work) == before
 
 

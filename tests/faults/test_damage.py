@@ -75,7 +75,7 @@ def other_pointer(run: Path) -> None:
 
 WHOLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "mixed steps": (mix, f"is damaged: its SHA-256 does not match the manifest; {OTHER}"),
-    "newer format": (newer, "has format 99, but this version reads format 2; update carrywave"),
+    "newer format": (newer, "has format 99, but this version reads format 2; use the version that wrote it"),
     "other dtype": (other_dtype, r"the snapshot has encoder.weight as .* float64, expected .* float32; use the spec"),
     "other model": (other_model, "the snapshot is from another model: it has no lstm.weight_ih_l1; use the spec it was made with"),
     "pointer": (other_pointer, "last does not name a snapshot in its folder; replace its content"),

@@ -99,7 +99,7 @@ def open_run(
         model = bare.model(holding=replace(holding_of(mesh, spec.model.layers + 2), device=torch.device("cpu")), draw=False)
     dtype = parameter_dtype(spec.train.precision)
     model = model.to(dtype)
-    take_weights(model, run.weights, str(run.weights))
+    take_weights(model, run.weights)
     _check_codec(run)
     model.eval()
     if isinstance(model, OpaqueModel):

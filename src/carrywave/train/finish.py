@@ -19,7 +19,6 @@ from carrywave.runs import history
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
 from carrywave.runs.tracking import Tracking
 from carrywave.step.sync.pushing import Pushing
-from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.baselines import PREFIXES, beside, verdicts
 from carrywave.train import held_out
 from carrywave.train.evaluations import Stopped
@@ -99,9 +98,9 @@ def _evaluate_best(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     with raise_on_all(world, same_message=True):
         if world.rank == 0:
             best = read_weights(trainer.model, loop.folder.weights)
-    held, names = trainer.parameters(), tensors_of(trainer.model).keys()
+    held = trainer.parameters()
     best = broadcast(world, best, None if restore else lambda name, tensor: tensor if name in held else None)
-    load_parameters(held, best, "weights.safetensors", whole=names)
+    load_parameters(held, best)
     trainer.model.eval()
     reached = {}
     if loop.state.best is not None:

@@ -151,7 +151,7 @@ def _result_of(record: Mapping[str, Any], user_model: Own | OpaqueModel | None, 
     facts, scale, _, _ = facts_of(saved, codec)
     model = own_model(user_model, spec, facts, loss)
     model.to(where, parameter_dtype(spec.train.precision))
-    take_weights(model, saved.weights, str(saved.weights))
+    take_weights(model, saved.weights)
     return Result(folder, record["ending"], record["metrics"], shown(model), Task(spec, codec, facts, scale))
 
 

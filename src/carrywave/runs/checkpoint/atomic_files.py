@@ -12,8 +12,6 @@ import json
 import math
 import os
 import shutil
-import struct
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -42,7 +40,6 @@ DTYPES = {
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 SEAL = "carrywave_sha256"  # in the metadata of a file with a checksum of itself
 BLOCK_BYTES = 1 << 21
-MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, the limit of its library
 
 Form = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor, known before any of its bytes is read
 
@@ -167,79 +164,51 @@ def _seal(header: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> str:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file; any other file raises a one-line error."""
-    check_form(path)
-    try:
+    with _reading(path):
         return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise RunError(f"{path} is not a valid safetensors file ({_line(error)}); copy it again, or use another file") from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The texts in the metadata of a safetensors file."""
-    check_form(path)
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: text for name, text in (file.metadata() or {}).items() if name != SEAL}
-    except (SafetensorError, OSError) as error:
-        raise RunError(f"{path} is not a valid safetensors file ({_line(error)}); copy it again, or use another file") from error
+    with _reading(path), safe_open(path, "pt") as file:
+        return {name: text for name, text in (file.metadata() or {}).items() if name != SEAL}
 
 
-def check_form(path: Path) -> None:
-    """Check that a file can be safetensors: it exists, is no pickle, is as long as its header says, and matches its seal if sealed."""
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what is wrong with a safetensors file into one line: it is another kind of file, damaged, or does not match its seal."""
     if path.exists() and not path.is_file():
         raise RunError(f"{path} is not a regular file; pass the path of a safetensors file")
     try:
         with path.open("rb") as file:
-            head = file.read(8)
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(head, "little")
-            text = file.read(length) if 8 + length <= size and length <= MOST_HEADER_BYTES else b""
+            refuse_pickle(path, file.read(9))
+        with safe_open(path, "pt") as whole:
+            seal = (whole.metadata() or {}).get(SEAL)
+        if seal is not None:
+            _check_seal(path, seal)
+        yield
+    except SafetensorError as error:
+        line = " ".join(str(error).split())
+        raise RunError(f"{path} is not a valid safetensors file ({line}); copy it again, or use another file") from error
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}; pass the path of a safetensors file") from error
-    refuse_pickle(path, head + text[:1])
-    if len(head) < 8 or (not text and length <= MOST_HEADER_BYTES):
-        raise RunError(f"{path} is truncated: it has {size} bytes, fewer than its header; copy it again, or use another file")
-    try:
-        header = json.loads(text)
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise RunError(f"{path} is not a safetensors file: it has no readable header; pass the path of a safetensors file") from error
-    if isinstance(end, int) and size < 8 + length + end:
-        raise RunError(f"{path} is truncated: it has {size} of {8 + length + end} bytes; copy it again, or use another file")
-    _check_seal(path, header, 8 + length)
 
 
 def refuse_pickle(path: Path, head: bytes) -> None:
     """Refuse files that torch.save wrote, recognized by their first nine bytes."""
     # A zip archive, or in the old format a bare pickle: protocol 2 and above begin with 0x80.
     bare = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and head[8:9] != b"{"
-    zipped = head[:4] == b"PK\x03\x04"
-    if zipped and not _holds_pickle(path):
-        raise RunError(f"{path} is not a safetensors file: it begins like a ZIP archive; pass the path of a safetensors file")
-    if zipped or bare:
+    if bare or head[:4] == b"PK\x03\x04":
         raise RunError(
             f"{path} is a pickle (torch.save), which can run code when it is loaded; "
             "convert it: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE)"
         )
 
 
-def _holds_pickle(path: Path) -> bool:
-    """True if a ZIP archive is one of torch.save's. Only its table of contents is read."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith(".pkl") for name in archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error):
-        return False
-
-
-def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:
-    """Verify the seal; a file without one, such as another program writes, passes."""
-    metadata = header.get("__metadata__")
-    seal = metadata.get(SEAL) if isinstance(metadata, dict) else None
-    if seal is None:
-        return
+def _check_seal(path: Path, seal: str) -> None:
+    """Verify the checksum of a file that has one; those that other programs write have none."""
     with path.open("rb") as file:
-        file.seek(start)
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         if seal != _seal(header, iter(lambda: file.read(BLOCK_BYTES), b"")):
             raise RunError(f"{path} is damaged: its SHA-256 does not match; copy it again, or use another file")
 
@@ -247,10 +216,6 @@ def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:
 def remove(folder: Path) -> None:
     """Remove a folder as far as possible; what is left of it is never read."""
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 class HashedLog:

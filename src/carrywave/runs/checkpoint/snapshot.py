@@ -84,25 +84,18 @@ class Stored:
 def open_stored(path: Path) -> Stored:
     """Open the last snapshot in a folder of snapshots, or the one in this very folder."""
     folder = path if (path / MANIFEST).is_file() else last(path)
-    stored = Stored(folder, read_manifest(folder))
-    named, progress = re.match(r"step-(\d{8,})", folder.name), stored.meta.get("progress")
-    step = progress.get("step") if isinstance(progress, dict) else None
-    if named is not None and type(step) is int and int(named[1]) != step:
-        raise RunError(f"{folder} holds the snapshot of step {step}; give it back its name, step-{step:08d}, and name that in {POINTER}")
-    return stored
+    return Stored(folder, read_manifest(folder))
 
 
 def last(folder: Path) -> Path:
     """The folder of the last snapshot."""
-    if (folder / POINTER).exists() and not (folder / POINTER).is_file():
-        raise RunError(f"{folder / POINTER} is not a regular file; replace it with one that holds the name of a snapshot folder beside it")
     if not (folder / POINTER).is_file():
         newest = max((found.parent.name for found in folder.glob(f"step-*/{MANIFEST}")), default=None)
         if newest is not None:
             raise RunError(f"{folder / POINTER} is missing; write the name of the newest snapshot beside it, {newest}, into it")
         raise RunError(f"{folder} has no snapshot; remove {option('resume')} and start in another {option('run')}")
     name = pointed(folder, POINTER)
-    if name is None or not (folder / name / MANIFEST).is_file() or (folder / name).is_symlink():
+    if name is None or not (folder / name / MANIFEST).is_file():
         raise RunError(
             f"{folder / POINTER} does not name a snapshot in its folder; replace its content with the name of a snapshot folder beside it"
         )

@@ -19,7 +19,7 @@ from carrywave.model.parameter_placement import homes
 from carrywave.model.portable_names import EXPORTED, outside
 from carrywave.model.state import State
 from carrywave.runs.checkpoint import replica_parts
-from carrywave.runs.checkpoint.atomic_files import Form, form_of
+from carrywave.runs.checkpoint.atomic_files import Form
 from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged, weights_metadata
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.trainer import Trainer
@@ -81,7 +81,7 @@ def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
     if trainer.sync is not None:
         replica_parts.check_size(trainer, stored)
     trainer.state = local_state(stored, trainer, lanes)
-    load_parameters(parameters, stored.read("parameters", parameters.keys()), "the snapshot")
+    load_parameters(parameters, stored.read("parameters", parameters.keys()))
     if trainer.sync is None:
         saved = bool(stored.manifest.forms("optimizer"))
         optimizers.load_state(trainer.optimizer, trainer.named, stored.read("optimizer", states), averages=saved)
@@ -142,18 +142,16 @@ def check_forms(held: Mapping[str, Tensor], stored: Mapping[str, Form], where: s
         raise RunError(f"{where} has {extra[0]}, which the model does not have; use the spec it was made with")
 
 
-def load_parameters(held: dict[str, Tensor], stored: dict[str, Tensor], where: str, *, whole: Collection[str] | None = None) -> None:
-    """Copy tensors by name; names, shapes and dtypes must match. `whole`: the names in the whole model, of which `held` is a part."""
-    forms = {name: form_of(tensor) for name, tensor in stored.items()}
-    check_forms(held, forms, where, whole=stored.keys() if whole is None else whole)
+def load_parameters(held: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name, whose forms were checked before."""
     for name, tensor in held.items():
         tensor.copy_(stored[name])
 
 
-def take_weights(model: nn.Module, path: Path, where: str, *, ignored: str | None = None) -> None:
+def take_weights(model: nn.Module, path: Path, *, ignored: str | None = None) -> None:
     """Load a weights file into a model, or those of its units that this worker holds; the tensor `ignored` keeps its value."""
     held = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored and not tensor.is_meta}
-    load_parameters(held, read_weights(model, path, ignored=ignored, wanted=held.keys()), where)
+    load_parameters(held, read_weights(model, path, ignored=ignored, wanted=held.keys()))
 
 
 def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None, wanted: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -9,9 +9,9 @@ from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import Holding
 from carrywave.model.portable_names import CLASS_WEIGHTS
 from carrywave.parallel.mesh import Mesh
-from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
+from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.step.precision import parameter_dtype
-from carrywave.step.worker_setup import holding_of, tensors_of
+from carrywave.step.worker_setup import holding_of
 from carrywave.train.evaluations import check_metric
 from carrywave.train.start.opening import Start
 from carrywave.train.start.run_source import weights_file
@@ -43,5 +43,4 @@ def drawn_model(ready: Ready, mesh: Mesh | None, *, whole: bool) -> Model:
 
 def begin_from(source: str, model: Model | OpaqueModel) -> None:
     """Load the weights of another run. Class weights follow from this run's spec and data, not from those."""
-    weights = read_weights(model, weights_file(source), ignored=CLASS_WEIGHTS)
-    load_parameters({name: tensor for name, tensor in tensors_of(model).items() if name != CLASS_WEIGHTS}, weights, source)
+    take_weights(model, weights_file(source), ignored=CLASS_WEIGHTS)
