@@ -256,7 +256,7 @@ def evaluated(model: Model, task: str, batch: dict[str, int], view: View, captur
     mesh = Mesh.alone(CUDA, Plan(chunk_steps=how["chunk_steps"]))
     found: list[Tensor] = []
 
-    def observe(out: Tensor, targets: Tensor | None) -> None:
+    def observe(out: Tensor, targets: Tensor | None, *_: object) -> None:
         assert targets is not None
         found.append(out.float().sum() + targets.sum())
 

@@ -431,7 +431,7 @@ def test_evaluation_from_recordings(kind: str, observed: bool, chunk_steps: int 
     mesh = Mesh.alone(CPU, Plan(chunk_steps=chunk_steps))
     seen: list[Tensor] = []
 
-    def observe(out: Tensor, targets: Tensor | None) -> None:
+    def observe(out: Tensor, targets: Tensor | None, *_: object) -> None:
         assert targets is not None
         assert not out.requires_grad
         seen.append(out.sum() + targets.sum())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 from carrywave.cli.exits import leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, InputFormat, file_of, runs_and_data
 from carrywave.cli.workers import FewDevicesOption, start_workers
-from carrywave.errors import UserError, unwinding
+from carrywave.errors import unwinding
 from carrywave.runs import output_file
 
 
@@ -60,10 +59,6 @@ def predict(
     devices: FewDevicesOption = None,
 ) -> None:
     """Predict with the best weights of a run, or of several together; a language model continues a prompt."""
-    if not 0 <= temperature < math.inf:
-        raise UserError(f"--temperature is {temperature}; use a number >= 0")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f"--top-p is {top_p}; use a probability above 0 and at most 1")
     runs, input_file = runs_and_data(words, only_files=prompt is not None)
     file = None if file == Path("-") else file
     output_file.check(file, wanted=True)

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, show, write_rows
-from carrywave.errors import UserError
+from carrywave.cli.options import Device, DeviceOption, JsonOption, show, spec_and_overrides, write_rows
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
 from carrywave.runs import output_file
 from carrywave.runs.display import table_of
@@ -37,10 +36,7 @@ def tune(
     json_file: JsonOption = None,
 ) -> None:
     """Search over keys of a spec; each trial is a run, judged by train.best on the validation data."""
-    arguments = words or []
-    files, keys = [word for word in arguments if "=" not in word], [word for word in arguments if "=" in word]
-    if len(files) > 1:
-        raise UserError(f"{files[1]} is a second spec file, after {files[0]}; pass one SPEC.yaml, and keys as key=values")
+    path, keys = spec_and_overrides(words or [])
     output_file.check(json_file)
     with leaving_at_once():
         from carrywave.spec.load import read_values, set_overrides
@@ -48,7 +44,7 @@ def tune(
         from carrywave.tuning.tune import BEST, PAGE, SearchOptions, run_search
 
     space, fixed = space_of(keys)
-    base = None if resume and not arguments else set_overrides(read_values(Path(files[0])) if files else {}, fixed)
+    base = None if resume and not words else set_overrides({} if path is None else read_values(path), fixed)
     options = SearchOptions(trials, 3600 * hours or None, at_once, device.value, devices, prune, lambda line: typer.echo(printable(line)))
     result = run_search(base, space, options, seed=seed, run=run, resume=resume)
     shown = [{name: _text(value) for name, value in row.items() if name != "why"} for row in result.rows]

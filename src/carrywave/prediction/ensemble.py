@@ -168,7 +168,7 @@ def _side_by_side(members: Sequence[Saved], parts: Sequence[Part]) -> Iterator[t
     def walk(number: int) -> Iterator[tuple[Batch, object]]:
         member = members[number]
 
-        def observe(out: Tensor, target: Tensor | None) -> None:
+        def observe(out: Tensor, target: Tensor | None, *_: object) -> None:
             if target is not None:
                 seen[number].append((out.clone(), target.clone()))  # what is shown may be overwritten by the next batch
 

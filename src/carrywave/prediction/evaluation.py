@@ -84,7 +84,9 @@ def evaluate(
     scorer = _Scorer(task.meter(device, part, by_series=by_series, tops=tops) if understood else None)
     watched = scorer.meter is not None
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
-    for _, outcome in _walk(model, task.spec, part, mesh, stage, scorer.see if watched else None, tick, capture, trial):
+    see = scorer.see if watched else None
+    walk = passes(model, task.spec, part, mesh=mesh, stage=stage, observe=see, tick=tick, capture=capture, trial=trial)
+    for _, outcome in walk:
         sums[:2] += torch.stack([outcome.loss_sum, outcome.count])
     sums[2] = float(watched and scorer.meter is None)
     loss_sum, count, unfit = mesh.sum_(sums).tolist()
@@ -121,31 +123,16 @@ def passes(
     *,
     mesh: Mesh,
     stage: Stage | OpaqueModel | None = None,
-    observe: Callable[[Tensor, Tensor | None], None] | None = None,
+    observe: Observer | None = None,
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
+    trial: SplitTrial | None = None,
 ) -> Iterator[tuple[Batch, BatchOutcome]]:
     """One pass over a part without gradients, batch by batch, with the carry of streams kept.
 
     Each worker sees its own lanes, and only the sums of its own stage. Workers do not wait for each other between batches. On CUDA, batches
     of a recurring shape are captured and replayed; what is observed, and the outcome, are then valid until the next batch.
     """
-    see: Observer | None = None if observe is None else lambda out, target, *_: observe(out, target)
-    yield from _walk(model, spec, part, mesh, stage, see, tick, capture)
-
-
-def _walk(
-    model: Model | OpaqueModel,
-    spec: Spec,
-    part: Part,
-    mesh: Mesh,
-    stage: Stage | OpaqueModel | None,
-    observe: Observer | None,
-    tick: Callable[[int, int], None] | None,
-    capture: Capture | None,
-    trial: SplitTrial | None = None,
-) -> Iterator[tuple[Batch, BatchOutcome]]:
-    """As `passes`, with all that an output can be told about."""
     stage = stage or (Stage(model, *mesh.unit_range(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)

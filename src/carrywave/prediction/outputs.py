@@ -45,26 +45,24 @@ class Outputs:
 
         Empty on ranks other than 0. Collective.
         """
-        if self.saved.spec.each_step:
-            return self._of_steps(data)
-        pieces: dict[int, Tensor] = {}
+        spec = self.saved.spec
+        pieces: dict[int, list[Tensor]] = {}
         for out, lengths, owners in self._walk(data):
-            spec = self.saved.spec
             if spec.task == "tagging" and not (self._shares or spec.data.multi_label or spec.model.crf):
                 out = out.argmax(-1)
             for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
                 if owner < 0 or not length:
                     continue
-                # Of a stream, the last window counts; a copy, since a view would keep the whole window.
-                if self.saved.stage.pooled and self.saved.spec.task != "transcription":
-                    pieces[owner] = out[lane]
-                elif self.saved.spec.task == "tagging":
-                    pieces[owner] = out[:length, lane].clone()
-                elif self.saved.spec.task == "transcription":
-                    pieces[owner] = out[: self._answers(length), lane].clone()
+                # Of a stream, the last window counts, or all if each step has an output; copies, since views would keep the windows.
+                if spec.each_step:
+                    pieces.setdefault(owner, []).append(out[:length, lane].clone())
+                elif spec.task == "tagging":
+                    pieces[owner] = [out[:length, lane].clone()]
+                elif spec.task == "transcription":
+                    pieces[owner] = [out[: self._answers(length), lane].clone()]
                 else:
-                    pieces[owner] = out[length - 1, lane].clone()
-        by_number = self._together(pieces)
+                    pieces[owner] = [out[lane] if self.saved.stage.pooled else out[length - 1, lane].clone()]
+        by_number = self._together({owner: torch.cat(each) if len(each) > 1 else each[0] for owner, each in pieces.items()})
         return [by_number[number] for number in range(len(data))] if by_number else []
 
     def _answers(self, length: int) -> int:
@@ -72,22 +70,12 @@ class Outputs:
         assert isinstance(self.saved.model, Model)
         return self.saved.model.output_steps(length)
 
-    def _of_steps(self, data: Sequences) -> list[Numbers]:
-        """The output for every step of each sequence, whose windows follow each other."""
-        windows: dict[int, list[Tensor]] = {}
-        for out, lengths, owners in self._walk(data):
-            for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
-                if owner >= 0 and length:
-                    windows.setdefault(owner, []).append(out[:length, lane].clone())
-        by_number = self._together({owner: torch.cat(each) for owner, each in windows.items()})
-        return [by_number[number] for number in range(len(data))] if by_number else []
-
     def _walk(self, data: Sequences) -> Iterator[tuple[Tensor, list[int], list[int]]]:
         """Yield the outputs of each batch, in host memory, with the length and the sequence of each lane."""
         saved = self.saved
         seen: list[Tensor] = []
 
-        def observe(out: Tensor, targets: Tensor | None) -> None:
+        def observe(out: Tensor, *_: object) -> None:
             seen.append(out)
 
         part = Part("input", data, saved.task.unlabelled(data))

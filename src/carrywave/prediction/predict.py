@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,20 +51,31 @@ Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more a
 
 @dataclass(frozen=True)
 class _Request:
-    """What to predict for, and how."""
+    """What to predict for, and how, as `predict` says."""
 
     paths: Sequence[Path | str]
     data: Any
-    prompt: str | None
-    tokens: int
-    how: Sampling
-    keep: Sequence[str]
-    format: str
-    beam: int | None
     note: Callable[[str], None]
+    tell: Callable[[str], None] | None = None  # for lines on what is not odd; None: not wanted
+    prompt: str | None = None
+    tokens: int = TOKENS
+    temperature: float = TEMPERATURE
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 1
     samples: int | None = None
     steps: int | None = None
-    tell: Callable[[str], None] | None = None  # for lines on what is not odd; None: not wanted
+    keep: Sequence[str] = ()
+    format: str = "auto"
+    beam: int | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.how  # refused here, before anything is opened
+
+    @property
+    def how(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 @leaving_no_trace
@@ -113,9 +124,9 @@ def predict(
         rows.extend(more)
         return True
 
-    how = Sampling(temperature, top_k, top_p, seed)
-    request = _Request(paths_of(path), data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, beam, note or warn)
-    request = replace(request, samples=samples, steps=steps, tell=note)
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    how: dict[str, Any] = {"keep": (keep,) if isinstance(keep, str) else keep, "format": format, "beam": beam, **sampling}
+    request = _Request(paths_of(path), data, note or warn, note, prompt, tokens, samples=samples, steps=steps, **how)
     _predict(request, device, model, lambda world: nullcontext(keep_all))
     return rows
 
@@ -125,21 +136,12 @@ def predict_run(
     input: Path | str | None = None,
     output: Path | None = None,
     *,
-    prompt: str | None = None,
-    tokens: int = TOKENS,
-    temperature: float = TEMPERATURE,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 1,
-    samples: int | None = None,
-    steps: int | None = None,
-    keep: Sequence[str] = (),
-    format: str = "auto",
-    beam: int | None = None,
     as_csv: bool = False,
     device: str = "auto",
+    **options: Any,
 ) -> int:
-    """Predict for a file, standard input (`-`) or a prompt, and write rows to a .jsonl, .csv or .parquet file or to standard output.
+    """Predict for a file, standard input (`-`) or a prompt, and write rows to a .jsonl, .csv or .parquet file or to standard output;
+    `options` are those of `predict`.
 
     Returns the number of rows. Raises BrokenPipeError, in a world of one, if nobody reads standard output to the end; several workers end
     without a word.
@@ -155,7 +157,7 @@ def predict_run(
         with row_writer.writing(output, ".csv" if as_csv else "") as writer:
 
             def write(rows: Iterable[Row]) -> bool:
-                if output is None and prompt is not None:
+                if output is None and request.prompt is not None:
                     writer.say("".join(row["text"] + "\n" for row in rows))
                 else:
                     writer.add(rows)
@@ -167,8 +169,7 @@ def predict_run(
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     note = lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr)  # noqa: E731
-    how = Sampling(temperature, top_k, top_p, seed)
-    request = _Request(paths_of(path), input, prompt, tokens, how, keep, format, beam, note, samples, steps, note)
+    request = _Request(paths_of(path), input, note, note, **options)
     row_writer.check(output)
     _predict(request, device, None, to_output)
     return written

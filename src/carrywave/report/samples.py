@@ -109,7 +109,7 @@ def _outputs(saved: Saved, name: str, data: Sequences) -> Iterator[tuple[Tensor,
         spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
     shown: list[tuple[Tensor, Tensor | None]] = []
     part, ends = saved.task.part(name, data), time.monotonic() + SECONDS
-    walk = passes(saved.model, spec, part, mesh=saved.mesh, stage=saved.stage, observe=lambda out, target: shown.append((out, target)))
+    walk = passes(saved.model, spec, part, mesh=saved.mesh, stage=saved.stage, observe=lambda out, target, *_: shown.append((out, target)))
     for batch, _ in walk:
         outs, targets = zip(*(shown[-1:] if saved.stage.pooled else shown), strict=True)
         out, target = torch.cat(outs).float().cpu(), None if targets[0] is None else torch.cat(targets).cpu()
