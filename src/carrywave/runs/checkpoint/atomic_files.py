@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -102,12 +101,14 @@ def write_tensors(
     At most one tensor at a time is copied in memory. Equal tensors and metadata give equal bytes. A sealed file carries a checksum of
     itself in its metadata, and is refused on reading if that does not match.
     """
-    names, header = lay_out({name: form_of(tensor) for name, tensor in tensors.items()})
+    names, header = _lay_out(tensors)
     if metadata or sealed:
         header = {"__metadata__": dict(sorted((metadata or {}).items())), **header}
     if sealed:
         header["__metadata__"][SEAL] = _seal(header, _data(tensors, names))
-    text = header_text(header)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256()
     total = 0
     start_of_file: tuple[bytes | memoryview, ...] = (text,)
@@ -121,29 +122,17 @@ def write_tensors(
     return total, digest.hexdigest()
 
 
-def form_of(tensor: Tensor) -> Form:
-    """Dtype and shape of a tensor."""
-    return tensor.dtype, tuple(tensor.shape)
-
-
-def lay_out(forms: Mapping[str, Form]) -> tuple[list[str], dict[str, Any]]:
+def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, Any]]:
     """The order of tensors in a file, and the entries of its header."""
     # Widest elements first keeps every tensor aligned, as in the library's own writer.
-    names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {}
     end = 0
     for name in names:
-        dtype, shape = forms[name]
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        tensor = tensors[name]
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     return names, header
-
-
-def header_text(header: Mapping[str, Any]) -> bytes:
-    """The first bytes of a file: the length of the header, and the header."""
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _data(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[memoryview]:

@@ -1,27 +1,25 @@
 """The manifest of a snapshot: its files, the tensors in each of them, and their checksums.
 
-It carries a checksum of itself and is read first: names must stay within the folder, and the files must have the sizes that follow from
-what they hold.
+It carries a checksum of itself and is read first: names must stay within the folder, and the files must have the sizes it gives.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from carrywave import __version__
 from carrywave.errors import RunError
 from carrywave.runs.checkpoint import atomic_files
-from carrywave.runs.checkpoint.atomic_files import Form
+from carrywave.runs.checkpoint.atomic_files import Form, HashedLog
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -38,12 +36,6 @@ class File:
     sha256: str
     tensors: dict[str, Form]
 
-    @staticmethod
-    def holding(group: str, tensors: dict[str, Form]) -> File:
-        """The entry of a file that is to hold these tensors, before its checksum is known."""
-        bare = File(group, 0, "", tensors)
-        return replace(bare, num_bytes=len(bare.header()[1]) + sum(map(_num_bytes, tensors.values())))
-
     def to_json(self) -> dict[str, Any]:
         """The entry of this file in the manifest."""
         tensors = {name: [atomic_files.DTYPES[dtype], list(shape)] for name, (dtype, shape) in self.tensors.items()}
@@ -56,14 +48,7 @@ class File:
         if group not in GROUPS or type(num_bytes) is not int or not isinstance(sha256, str) or not isinstance(tensors, dict):
             raise ValueError("not a description of a file")
         forms = {name: (atomic_files.BY_NAME[dtype], tuple(shape)) for name, (dtype, shape) in tensors.items()}
-        if File.holding(group, forms).num_bytes != num_bytes:
-            raise ValueError("the size of a file is not that of its tensors")
         return File(group, num_bytes, sha256, forms)
-
-    def header(self) -> tuple[list[str], bytes]:
-        """The order of the tensors, and the first bytes of the file: both follow from what it holds."""
-        names, header = atomic_files.lay_out(self.tensors)
-        return names, atomic_files.header_text(header)
 
     def check(self, path: Path) -> None:
         """Check that the file is there, and whole."""
@@ -76,29 +61,13 @@ class File:
     def read(self, path: Path, wanted: Collection[str]) -> dict[str, Tensor]:
         """Read the wanted tensors; every byte of the file is verified, including the other tensors."""
         self.check(path)
-        names, header = self.header()
-        tensors: dict[str, Tensor] = {}
-        with _reading(path), path.open("rb", buffering=0) as file:
-            digest = hashlib.sha256(file.read(len(header)))
-            spare = bytearray(atomic_files.BLOCK_BYTES)
-            for name in names:
-                dtype, shape = self.tensors[name]
-                left = _num_bytes((dtype, shape))
-                place: memoryview | None = None
-                if name in wanted:
-                    tensors[name] = torch.empty(shape, dtype=dtype)
-                    place = tensors[name].reshape(-1).view(torch.uint8).numpy().data if left else None
-                while left:
-                    start = 0 if place is None else len(place) - left
-                    room = memoryview(spare) if place is None else place[start:]
-                    count = file.readinto(room[: min(left, atomic_files.BLOCK_BYTES)])
-                    if not count:
-                        break
-                    digest.update(room[:count])
-                    left -= count
-        if digest.hexdigest() != self.sha256:
-            raise RunError(f"{path} is damaged: its SHA-256 does not match the manifest; {REMEDY}")
-        return tensors
+        try:
+            if HashedLog.of(path).digest.hexdigest() != self.sha256:
+                raise RunError(f"{path} is damaged: its SHA-256 does not match the manifest; {REMEDY}")
+            with safe_open(path, "pt") as file:
+                return {name: file.get_tensor(name).clone() for name in self.tensors if name in wanted}
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"{path} cannot be read: {' '.join(str(error).split())}; {REMEDY}") from error
 
 
 @dataclass(frozen=True)
@@ -173,17 +142,3 @@ def digest(manifest: Mapping[str, Any]) -> str:
 def is_plain(name: object) -> bool:
     """True if a name denotes an entry of a folder, and cannot lead elsewhere."""
     return isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
-
-
-def _num_bytes(form: Form) -> int:
-    dtype, shape = form
-    return math.prod(shape) * dtype.itemsize
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn read errors into one line."""
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}; {REMEDY}") from error

@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,23 +105,18 @@ def last(folder: Path) -> Path:
 def write_part(draft: Path, groups: Mapping[str, Tensors]) -> dict[str, File]:
     """Write one worker's part into the draft of a snapshot, one file per group, synced to disk; returns their manifest entries."""
     files: dict[str, File] = {}
-    for name, entry, tensors in part_files(groups):
-        with (draft / name).open("xb") as file:
-            size, checksum = atomic_files.write_tensors(file, tensors)
-            file.flush()
-            os.fsync(file.fileno())
-        files[name] = replace(entry, num_bytes=size, sha256=checksum)
-    return files
-
-
-def part_files(groups: Mapping[str, Tensors]) -> Iterator[tuple[str, File, Tensors]]:
-    """The files of one worker's part: name, entry without a checksum, and what it holds. Refused if a parameter is not finite."""
     if (bad := not_finite(groups.get("parameters", {}))) is not None:
         raise Diverged(f"parameter {bad} is not finite, so no snapshot is written; lower train.lr or set train.clip, and resume")
     for group, tensors in groups.items():
         if tensors:
             name = f"{group}-{_slug(next(iter(tensors)))}.safetensors"
-            yield name, File.holding(group, {key: atomic_files.form_of(tensor) for key, tensor in tensors.items()}), tensors
+            with (draft / name).open("xb") as file:
+                size, checksum = atomic_files.write_tensors(file, tensors)
+                file.flush()
+                os.fsync(file.fileno())
+            forms = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+            files[name] = File(group, size, checksum, forms)
+    return files
 
 
 def publish(draft: Path, name: str, manifest: Manifest, keep: int, *, best: bool = False) -> Path:
