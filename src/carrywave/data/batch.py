@@ -7,7 +7,7 @@ targets, and a loss needs no other argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -221,8 +221,7 @@ class Batch:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def each_tensor(self, change: Callable[[str, Tensor], Tensor]) -> Batch:
         """The batch with each tensor, of which the name is told as well, changed."""

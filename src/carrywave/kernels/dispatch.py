@@ -90,7 +90,7 @@ class Backends:
             return "reference"
         if name == "persistent" or (name == "auto" and _halves_on_gpu(x_TBI)):
             return "persistent" if self._persists(x_TBI, layer, marks, forced=name != "auto") else torchs
-        if name == "auto" and marks is None and self._prefers_onednn(x_TBI, layer):
+        if name == "auto" and marks is None and self.aten is not None and self.aten.prefers_onednn(x_TBI, layer[0]):
             return torchs
         quiet = whole and (marks is None or marks.noise is None)
         if name != "aten" and quiet and self.manual is not None and self.manual.serves(x_TBI, layer):
@@ -200,8 +200,10 @@ class Backends:
     def in_use(self, asked: str, x_TBI: Tensor, layer: Layer, marks: StepMarks | None = None) -> str:
         """The user-facing name of the backend that would run this layer: for torch's kernels, with the library behind them."""
         name = self.choose(asked, x_TBI, layer, marks)
-        libraries = {"cuda": "cuDNN", "cpu": "oneDNN" if self._prefers_onednn(x_TBI, layer) else "native"}
-        library = libraries.get(x_TBI.device.type) if name == "aten" else None
+        if name != "aten":
+            return name
+        libraries = {"cuda": "cuDNN", "cpu": "oneDNN" if self.aten.prefers_onednn(x_TBI, layer[0]) else "native"}
+        library = libraries.get(x_TBI.device.type)
         return name if library is None else f"{name} ({library})"
 
     def _persists(self, x_TBI: Tensor, layer: Layer, marks: StepMarks | None, *, forced: bool) -> bool:
@@ -212,9 +214,6 @@ class Backends:
             _warn(why)
         # Only after the refusal: whether it pays depends on the chip, and only a GPU that is not refused can be asked for it.
         return not why and (forced or marks is not None or persistent.pays(x_TBI, layer))
-
-    def _prefers_onednn(self, x_TBI: Tensor, layer: Layer) -> bool:
-        return self.aten is not None and bool(self.aten.prefers_onednn(x_TBI, layer[0]))
 
 
 @cache

@@ -96,8 +96,7 @@ class Update:
         """
         if self.shared is None:
             return None
-        local_votes = torch.tensor(votes, dtype=torch.float64).to(self.mesh.device, non_blocking=True)
-        return torch.cat([local_votes, self.agreement.marks()])
+        return self.agreement.marks(votes)
 
     def check_marks(self, result: StepResult) -> None:
         """Compare the marks of all workers; where nothing runs ahead of the host, that was done before the weights changed."""

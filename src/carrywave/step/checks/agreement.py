@@ -119,11 +119,11 @@ class Agreement:
         """The number of checksums in a row; none with a single worker."""
         return len(REMEDIES) if self.mesh.world.size > 1 else 0
 
-    def marks(self) -> Tensor:
-        """This worker's row of checksums."""
-        if self.mesh.world.size == 1 or self._given is None:
-            return torch.zeros(0, dtype=torch.float64, device=self.device)
-        row = torch.tensor([*self._given.numbers, 0.0], dtype=torch.float64).to(self.device, non_blocking=True)
+    def marks(self, before: Sequence[float]) -> Tensor:
+        """This worker's row of checksums, behind other numbers."""
+        assert self._given is not None
+        marks = torch.tensor([*before, *self._given.numbers, 0.0], dtype=torch.float64).to(self.device, non_blocking=True)
+        row = marks[len(before) :]
         for found in self._on_device:
             row[CONTENTS] += found
         for store, name, low in self._pieces_now():
@@ -131,7 +131,7 @@ class Agreement:
             if tensor is not None:
                 # A different factor for each piece keeps differences from cancelling; everything is below 2**53, so exact in float64.
                 row[WEIGHTS] = (row[WEIGHTS] * 31 + sum_of(tensor.detach().reshape(-1)[low : low + CHUNK])) % (_BELOW + 1)
-        return row
+        return marks
 
     def after(self, marks: Tensor) -> None:
         """Take the rows of all workers, once all-reduced; compare them now, or after the next step."""
