@@ -688,7 +688,7 @@ def test_no_room_for_the_first_weights_keeps_the_rows_of_what_was_trained(disk: 
     code, err, _ = call("train", *LANGUAGE, "--run", "new")
     assert one_line(code, err, 74).startswith(f"new/weights.safetensors could not be written: {FULL}; free disk space")
     rows = [json.loads(line) for line in Path("new/metrics.jsonl").read_text().splitlines()]
-    assert [row["split"] for row in rows] == ["train", "valid"] * 2  # it went on to its end
+    assert [row["split"] for row in rows] == ["train", "valid"]
     assert not Path("new/owner.json").exists()
     assert one_line(*call("train", *LANGUAGE, "--run", "new")[:2]) == (
         "new contains a run that ended before its first snapshot; use --resume to start it over, or use another --run"

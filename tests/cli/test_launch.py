@@ -59,7 +59,7 @@ def test_a_task_for_skypilot_without_a_spec() -> None:
     [
         (["--to", "slurm", "model.hiden=3"], "unknown key model.hiden; did you mean model.hidden?"),
         (["--to", "slurm", "--time", "soon"], "--time soon is not a time limit; write it like 90m, 12h, 2d or 1-12:00:00"),
-        (["--to", "slurm", "plan.stages=2"], "plan.stages=2 does not divide the job's 1 worker (--nodes 1 x --devices 1)"),
+        (["--to", "slurm", "plan.stages=2"], "plan.stages=2 does not fit --nodes 1 x --devices 1 = 1 workers"),
         (["--to", "slurm", "--claim", "c"], "--claim is for --to kubernetes; remove it"),
         (["--to", "kubernetes", "--setup", "x"], "--setup is for --to skypilot; remove it"),
         (["--to", "slurm", "-o", "none/job.sh"], "none/job.sh cannot be written: folder none not found"),
@@ -77,12 +77,11 @@ def test_what_is_refused(words: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
-        (["--on", "ray"], {}, "--on ray needs Ray, which is not installed; install it with: pip install 'carrywave[ray]'"),
-        (["--on", "ray", "--devices", "0"], {}, "--devices is 0; use a number >= 1"),
+        (["--on", "ray"], {}, "--on ray needs the number of workers; say how many with --devices N"),
         (
-            ["--on", "ray"],
-            {"CARRYWAVE_SHARE_GPU": "2"},
-            "CARRYWAVE_SHARE_GPU divides the GPUs of one machine, but Ray deals them out whole",
+            ["--on", "ray", "--devices", "2"],
+            {},
+            "--on ray needs Ray Train, which is not installed; install it with: pip install 'carrywave[ray]'",
         ),
         (["--continue"], {}, "--continue needs a run folder; pass --run DIR"),
     ],

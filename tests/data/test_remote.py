@@ -9,10 +9,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from carrywave.data.files import remote
 from carrywave.data.files.remote import Store, fetch, is_address
 from carrywave.data.files.source import find
-from carrywave.errors import DataError, ResourceError, RunError
+from carrywave.errors import DataError, RunError
 
 
 @pytest.fixture
@@ -84,34 +83,3 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
     with pytest.raises(RunError, match=r"s3://b/x needs a package that is not installed \(Install s3fs to access S3\); install it: pip"):
         Store("s3://b/x", RunError)
-
-
-@pytest.mark.parametrize("kind", ["memory", "file"])
-def test_a_store_is_a_folder_of_objects(memory: Any, tmp_path: Path, kind: str) -> None:
-    store = Store(f"{kind}://{tmp_path / 'place'}/")
-    assert store.names() == set()
-    assert store.read("none") is None
-    (tmp_path / "here").write_bytes(b"file")
-    store.put(tmp_path / "here", "deep/a")
-    store.put(b"bytes", "b")
-    assert store.names() == {"deep/a", "b"}
-    assert (store.read("deep/a"), store.read("b")) == (b"file", b"bytes")
-    store.get("b", tmp_path / "back")
-    assert (tmp_path / "back").read_bytes() == b"bytes"
-    store.remove(["b", "none"])
-    assert store.names() == {"deep/a"}
-    assert remote.kind_of(store.address) == kind
-
-
-def test_a_file_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(f"file://{tmp_path}/place")
-    store.put(b"old", "last")
-
-    def full(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(ResourceError, match=r"place/last: could not be written \(No space left on device\)"):
-        store.put(b"new", "last")
-    assert store.read("last") == b"old"
-    assert store.names() == {"last"}

@@ -13,7 +13,7 @@ import pytest
 
 from carrywave.launch import supervisor
 from carrywave.launch.exit_reports import Ended
-from carrywave.launch.launcher import start
+from carrywave.launch.launcher import Patience, start
 from carrywave.parallel.startup.launcher_env import WorkerFile
 
 Write = Callable[[str, str], str]
@@ -37,7 +37,7 @@ def train(run: str, harm: str = "{}", *, restarts: int = 0, **environment: str) 
     """How a run of two stages ended, and what was said of restarts."""
     said: list[str] = []
     command = [sys.executable, str(PROGRAM), "train", *SPEC, "--device", "cpu", "--run", run]
-    ended = start(command, 2, environment={"HARM": harm, **environment}, restarts=restarts, say=said.append)
+    ended = start(command, 2, Patience(restarts), environment={"HARM": harm, **environment}, say=said.append)
     return ended, said
 
 

@@ -156,7 +156,8 @@ time.sleep(60)
 def test_asked_to_stop_while_starting_again(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is a snapshot, so that this is an end in good order, though no step was taken since."""
     monkeypatch.setenv("HERE", str(tmp_path))
-    text = "if attempt == 0:\n    rank or snapshot(5)\n    die()\n(here / f'there-{rank}').touch()\ntime.sleep(60)"
+    wait = "    while not (here / 'run/snapshots/last').is_file():\n        time.sleep(0.01)\n"
+    text = f"if attempt == 0:\n    rank or snapshot(5)\n{wait}    die()\n" + "(here / f'there-{rank}').touch()\ntime.sleep(60)"
     command = [sys.executable, write("worker.py", PROLOGUE + text)]
     parent = f"from carrywave.launch.launcher import Patience, start\nimport sys\nsys.exit(start({command!r}, 2, Patience(3)).code)\n"
     process = subprocess.Popen([sys.executable, write("parent.py", parent)], stderr=subprocess.PIPE, text=True)

@@ -73,7 +73,7 @@ PROGRAM = """
 @pytest.mark.parametrize("broken", ["", *(pytest.param(how, marks=pytest.mark.slow) for how in ("other ids", "no memory"))])
 def test_every_worker_gets_the_same_sums_and_nothing_is_left(broken: str, write: Write, tmp_path: Path) -> None:
     program = write("sums.py", PROGRAM)
-    ended = start([sys.executable, program, str(tmp_path), broken], 3, restarts=0)
+    ended = start([sys.executable, program, str(tmp_path), broken], 3)
     assert ended.code == 0, ended
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert found[0]["bits"] == found[1]["bits"] == found[2]["bits"]

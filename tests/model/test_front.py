@@ -128,7 +128,7 @@ def _pooled() -> cw.Model:
         (lambda: cw.Trainer(_pooled(), {"beta": 1.0}), "train.beta=1 penalises changes"),
         (
             lambda: cw.Trainer(cw.Model(_front([(4, 3, 1)]), cw.LSTM(4, 5), Softmax(5, 3)).float(), keep_state=True),
-            "the front reads whole sequences",
+            "the model reads whole sequences",
         ),
         (lambda: cw.Trainer(_pooled(), keep_state=True), r"keeps the carry .* pools"),
         (lambda: _pooled()(torch.zeros(5, 2, 7)), r"3 features, but got \[5, 2, 7\]"),

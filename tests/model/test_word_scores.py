@@ -103,5 +103,5 @@ def test_they_alone_learn_labels_that_layers_do_not_see() -> None:
         trainer.step(batch)
     y, state = model.eval()(inputs)
     assert torch.equal(model.output(y, state, past=letters[..., None])[:, 0], tags)
-    with pytest.raises(UserError, match="the head reads the last 1 values at every step, but the batch has none"):
+    with pytest.raises(UserError, match="the head reads the last 1 values at every step, but the history of the batch has 0 rows"):
         trainer.step(Batch.of(inputs, torch.stack([tags, tags], 1)))

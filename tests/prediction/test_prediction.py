@@ -14,9 +14,9 @@ import torch
 
 import carrywave as cw
 from carrywave.errors import UserError
+from carrywave.prediction import predict
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.prediction.saved_run import open_run
-from carrywave.runs import prediction
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
@@ -26,7 +26,7 @@ def predict_run(run: Path, given: Any = None, output: Path | None = None, **how:
     if output is None:
         return cw.predict(run, given, **how)
     rows = cw.predict(run, given, note=lambda _: None, **how)
-    assert prediction.predict_run(run, given, output, **how) == len(rows)
+    assert predict.predict_run(run, given, output, **how) == len(rows)
     return rows
 
 

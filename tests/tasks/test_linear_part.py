@@ -111,5 +111,5 @@ def test_a_line_is_added_to_the_last_value_only(table: Path):
 def test_a_batch_without_history_is_refused():
     head = Forecast(4, 2, 1, linear=True, past_steps=5)
     trainer = Trainer(Model(Numbers(3), LSTM(3, 4), head))
-    with pytest.raises(UserError, match=r"reads the last 5 values at every step, but the batch has none; pass Batch\.of a history"):
+    with pytest.raises(UserError, match=r"reads the last 5 values at every step, but the history of the batch has 0 rows; pass Batch\.of"):
         trainer.step(Batch.of(torch.zeros(6, 2, 3), torch.zeros(6, 2, 2, 1)))

@@ -78,9 +78,11 @@ def _destroy_unused() -> None:
     from before the failure may still use its own.
     """
     for group in list(_Made.forgotten):
+        # torch has a number for a group of others. NCCL waits until no CUDA graph holds its work: those groups end with their world.
+        if not isinstance(group, dist.ProcessGroup) or dist.get_backend(group) != "gloo":
+            continue
         users = _Made.users.get(group, [])
-        # NCCL waits until no CUDA graph holds its work any more: those groups end with their world.
-        if isinstance(group, dist.ProcessGroup) and users and not any(user() for user in users) and dist.get_backend(group) == "gloo":
+        if users and not any(user() for user in users):
             _Made.forgotten.remove(group)
             drop(group)
 
