@@ -208,7 +208,8 @@ def test_train_hands_everything_on(install: Install, tmp_path: Path) -> None:
         watch.begin("summary")
         watch.evaluated({"split": "valid", "epoch": 1, "step": 5, "loss": 0.5, "mase": float("nan")})
         watch.end("done")
-        return SimpleNamespace(ending="done")
+        (tmp_path / "metrics.jsonl").write_text('{"split": "valid", "epoch": 1, "step": 5, "loss": 0.5, "mase": null}\n')
+        return SimpleNamespace(ending="done", run=tmp_path, table={})
 
     install("carrywave.train.fit", train=train)
     spec, rows = tmp_path / "spec.yaml", tmp_path / "rows.json"
@@ -231,7 +232,7 @@ def test_train_hands_everything_on(install: Install, tmp_path: Path) -> None:
     assert seen.pop("spec") == load(spec, ["train.lr=3e-4", "plan.micro_batches=2"])
     assert seen == {"run": Path("r"), "resume": False, "init": "w", "device": "cpu", "dry_run": False}
     assert json.loads(rows.read_text()) == [{"split": "valid", "epoch": 1, "step": 5, "loss": 0.5, "mase": None}]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json", "spec.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rows.json", "spec.yaml"]
 
 
 def test_a_dry_run_prints_the_resolved_spec(install: Install) -> None:
@@ -246,7 +247,7 @@ def test_a_resumed_run_writes_its_earlier_evaluations_too(install: Install, tmp_
     run.mkdir()
     (run / "spec.yaml").write_text(dump(Spec()))
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done", run=run))
+    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done", run=run, table={}))
     words = ("train", "--run", str(run), "--resume", "--device", "cpu", "--json", str(tmp_path / "rows.json"))
     assert call(*words)[0] == 0
     assert json.loads((tmp_path / "rows.json").read_text()) == rows[1:]
@@ -342,11 +343,8 @@ def test_what_is_raised_becomes_a_line_and_a_code(install: Install, error: BaseE
     assert len(err.splitlines()) == 1 or code == 1
 
 
-def test_a_restarted_run_that_is_stopped_before_its_first_row_ends_in_order(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="terminated", run=tmp_path))
+def test_a_run_that_is_stopped_before_its_first_row_ends_in_order(install: Install, tmp_path: Path) -> None:
+    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="terminated", run=tmp_path, table={}))
     assert call("train", "--json", str(tmp_path / "rows.json")) == (75, "", "")
     assert json.loads((tmp_path / "rows.json").read_text()) == []
 

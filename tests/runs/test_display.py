@@ -12,7 +12,6 @@ from rich.console import Console
 
 from carrywave.runs.display import (
     PlainWatcher,
-    Recorder,
     RichWatcher,
     duration,
     figure,
@@ -159,18 +158,6 @@ def test_a_display_that_is_left_early_gives_the_cursor_back() -> None:
 def test_the_console_chooses_the_watcher() -> None:
     assert isinstance(watcher_for(console(terminal=True)), RichWatcher)
     assert isinstance(watcher_for(console()), PlainWatcher)
-
-
-def test_the_recorder_keeps_rows_and_passes_everything_on() -> None:
-    on = console()
-    watch = Recorder(PlainWatcher(on))
-    watch.begin("a")
-    watch.step(INFO)
-    watch.evaluated(ROW)
-    watch.say("b")
-    watch.end("c")
-    assert watch.rows == [ROW]
-    assert written(on).splitlines() == ["a", step_line(INFO), row_line(ROW), "b", "c"]
 
 
 def test_silence(capfd: pytest.CaptureFixture[str]) -> None:

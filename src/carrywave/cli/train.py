@@ -27,12 +27,11 @@ from carrywave.cli.workers import (
     start_workers,
 )
 from carrywave.errors import ResourceError, RunError, UserError
-from carrywave.launch import launch_record
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
 from carrywave.launch.launcher import Patience
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
-from carrywave.runs.display import PlainWatcher, Recorder, watcher_for
+from carrywave.runs.display import PlainWatcher, watcher_for
 from carrywave.runs.watcher import Silent
 from carrywave.spec.defaults import AUTO, suited, with_precision
 from carrywave.spec.load import dump, load, parse, read_own, with_overrides
@@ -126,7 +125,6 @@ def _train(
     # A dry run prints a spec; everything else becomes YAML comments, so that the output as a whole is a valid spec file.
     shown = PlainWatcher(Console(), before="# ") if dry_run else watcher_for(display_console())
     with shown if is_first() else nullcontext(Silent()) as display:
-        watch = Recorder(display)
         how = {} if workers is None else {"devices": workers}
         result = train_run(
             resolved,
@@ -134,14 +132,13 @@ def _train(
             resume=resume,
             init=init,
             device=device,
-            watch=watch,
+            watch=display,
             dry_run=dry_run,
             **how,
         )
-    # Evaluations of earlier processes, before a resume or a restart, are only in the run's metrics file.
-    earlier = json_file is not None and not dry_run and (resume or launch_record.attempt())
-    read: list[dict[str, object]] = [{"data": dict(result.table)}] if dry_run and result.table else []
-    write_rows(json_file, [*read, *(_evaluations(result.run) if earlier else watch.rows)])
+    if json_file is not None:
+        read: list[dict[str, object]] = [{"data": dict(result.table)}] if result.table else []
+        write_rows(json_file, read if dry_run else _evaluations(result.run))
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
 

@@ -170,23 +170,6 @@ class RichWatcher:
         self.say(line)
 
 
-class Recorder:
-    """Forwards everything to another watcher and collects the evaluation rows."""
-
-    def __init__(self, to: Watcher) -> None:
-        self._to = to
-        self.rows: list[dict[str, object]] = []
-        self.begin = to.begin
-        self.step = to.step
-        self.say = to.say
-        self.end = to.end
-
-    def evaluated(self, row: Mapping[str, object]) -> None:
-        """Record the row and forward it."""
-        self.rows.append(dict(row))
-        self._to.evaluated(row)
-
-
 def watcher_for(console: Console) -> Display:
     """A live display on a terminal, plain lines elsewhere."""
     return RichWatcher(console) if console.is_terminal else PlainWatcher(console)
