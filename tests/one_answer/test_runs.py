@@ -52,7 +52,7 @@ def test_a_run_learns_what_is_written_here(run: str) -> None:
         pytest.param("characters", ["--devices", "2"], marks=pytest.mark.slow),
         pytest.param("texts", ["--devices", "2"], marks=pytest.mark.slow),
         pytest.param("characters", ["--devices", "2", "plan.stages=2", "plan.chunk_steps=5"], marks=pytest.mark.slow),
-        pytest.param("forecasts", ["--devices", "4", "plan.stages=2"], marks=pytest.mark.slow),
+        pytest.param("forecasts", ["--devices", "2", "plan.stages=2"], marks=pytest.mark.slow),
     ],
 )
 def test_another_plan_learns_the_same(run: str, plan: list[str]) -> None:
