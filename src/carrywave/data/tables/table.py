@@ -169,7 +169,8 @@ def _columns(reading: TableReading, name: str, choice: ColumnChoice) -> tuple[tu
     columns = tuple(column for column in dict.fromkeys(asked) if column not in categorical and column != choice.weight)
     if not columns:
         others = listed([f"{quoted(column)} ({why})" for column, why in reading.left.items()]) or "no others"
-        raise DataError(f"{name} has no column of numbers besides {listed(list(map(str, roles))) or 'none'}; there are {others}")
+        known = [str(role) for role in roles if role is not None]
+        raise DataError(f"{name} has no column of numbers{f' besides {listed(known)}' if known else ''}; there are {others}")
     return columns, categorical
 
 
