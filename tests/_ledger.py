@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from carrywave.launch import launch_record
 
 FOLDER = "CARRYWAVE_LEDGER"
+PROBE = Path(__file__).parents[1] / "benchmarks" / "shares" / "gpu_probe.py"
+SETTLE_SECONDS = 30.0
 
 
 def keep(folder: str, rank: int) -> None:
@@ -40,8 +45,17 @@ def keep(folder: str, rank: int) -> None:
     Loop._step = step  # type: ignore[assignment, method-assign]
 
 
+def settle() -> None:
+    """Wait until a GPU under MPS has been cleared of workers that were killed: on shares of it, not on a GPU of one's own, that takes a while."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < deadline and subprocess.run([sys.executable, "-I", str(PROBE)], check=False).returncode:
+        time.sleep(0.1)
+
+
 def main() -> None:
     """Run `python -m carrywave`, with a ledger in each worker."""
+    if "RANK" in os.environ and "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        settle()
     if FOLDER in os.environ and "RANK" in os.environ:
         keep(os.environ[FOLDER], int(os.environ["RANK"]))
     runpy.run_module("carrywave", run_name="__main__")

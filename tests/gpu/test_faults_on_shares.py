@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import _disturbed_run as disturbed_run
 from _disturbed_run import RunSetup
-from benchmarks.shares.mps import TOOL, shares
+from benchmarks.shares.mps import TOOL
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("two_shares"),
     pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which(TOOL) is None, reason=f"{TOOL} is not here"),
 ]
@@ -36,14 +36,6 @@ def write_numbers(folder: Path) -> None:
     rows = [json.loads(line)["tokens"] for line in (folder / "rows.jsonl").read_text().splitlines()]
     numbered = [{"steps": [[math.sin(n), math.cos(0.1 * n)] for n in row], "labels": [str(n % 5) for n in row]} for row in rows]
     (folder / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in numbered))
-
-
-@pytest.fixture(autouse=True)
-def _on_shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with shares(2) as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        yield
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -136,6 +136,7 @@ def is_the_run_on_cpus(folder: Path, mode: str) -> None:
         assert error < CLOSE, f"{name}: {error:.1e}"
 
 
+@pytest.mark.usefixtures("two_shares")
 @pytest.mark.parametrize("plan", ["plan.replicas=2", "plan.stages=2"])
 def test_a_worker_that_is_stopped_in_a_recorded_step_is_noticed_and_replaced(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +179,7 @@ cw.fit(cw.Model(Encoder(), cw.LSTM(4, 8, num_layers=2), Forecast(8, 1, 1)), data
 """
 
 
+@pytest.mark.usefixtures("two_shares")
 def test_a_worker_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
