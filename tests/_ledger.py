@@ -46,7 +46,7 @@ def keep(folder: str, rank: int) -> None:
 
 
 def settle() -> None:
-    """Wait until a GPU under MPS has been cleared of workers that were killed: on shares of it, not on a GPU of one's own, that takes a while."""
+    """Wait until a GPU under MPS is cleared of workers that were killed; on a GPU of one's own there is nothing to wait for."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < deadline and subprocess.run([sys.executable, "-I", str(PROBE)], check=False).returncode:
         time.sleep(0.1)
