@@ -1,265 +1,264 @@
-"""Claim: with nothing but a task and its files, carrywave learns at least as much as plain PyTorch with its defaults, or a simple baseline.
+"""Claim: with nothing but a task and its files, carrywave is ahead of what a user would pick instead.
 
-Data sets × columns: in each cell the median of the metric over the seeds, the lowest and the highest, and the median of the seconds of
-training, without evaluations; `--json` has a row for each cell. Defaults are chosen by this table.
+Data sets × columns; a row of `--json` has one figure. Defaults are chosen by this table.
 
-- `ours`: what a user gets from the task and the files, and where the row's name has them, sizes and epochs (`peers/quality_data.py`);
-- `recipe`: its recipe in examples/, where there is one;
-- `torch`: `nn.Embedding`, `nn.LSTM`, `nn.Linear` and Adam as they are, with the sizes, batches and number of steps of `ours`
-  (`peers/torch_defaults.py`). If `ours` is not among the columns, with the epochs of its spec;
-- `simple`: the best of what takes no network (`peers/simple_baselines.py`); one run, since it draws nothing.
+- `ours`: what a user gets from the task and the files, and where a data set has them, sizes and epochs (`peers/quality_data.py`): the mean
+  over the seeds;
+- `ensemble`: the average of what the runs of all seeds predict (labels, with `--seeds 2` and more);
+- `linear`: the linear part of these runs alone; `naive`, `last`, `ridge`: the baselines that a run prints beside its forecasts;
+- `recipe`: its recipe in examples/, where there is one, if `--columns recipe` asks for it;
+- `svm`: texts: words and pairs of words, a linear support vector machine, where scikit-learn is installed;
+- others: as published (`ucr/published.json`).
 
-Every run is a process of its own, `carrywave train` for the first two columns. Figures of ours are those of the run, for the weights that
-are best on valid: its row for test, or for valid where there is no test; of M4, those of `carrywave backtest` from the last origin. MASE is
-relative to the seasonal change within the rows that are trained on. The peers read the data by carrywave, so that targets are the same.
+Below the table, for the sets of the UCR archive: mean, mean rank and wins of each column, the five sets that are farthest behind the best
+column, and all that are more than 0.02 below their own linear part; for other sets, where ours is behind.
 
-`--data FOLDER` has the files (docs/benchmarks.md lists them); a data set whose files are not there is skipped with a line. `--rows` and
-`--columns` pick, `--seeds N` says how often (3), `--at-once N` how many runs side by side (1): small networks leave a GPU idle.
-`--set KEY=VALUE` changes the spec of `ours`, and sizes and batches of `torch` with it, to compare defaults.
+Figures are those of a run for test, or for valid where there is no test; of M4, those of a backtest from the last origin. `--data FOLDER`
+has the files (docs/benchmarks.md lists them); a data set whose files are not there is skipped with a line. `--sets` picks by name or kind
+(`ucr`, `texts`, `m4`, …), `--seeds N` says how often (1), `--at-once N` how many runs side by side (1), each process on one core.
+After `--minutes N` no run is begun: all sets are run with the first seed before any is with the second, so that what is told is told of
+all. `--set KEY=VALUE` changes the spec of `ours`, to compare defaults.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-import torch
-
 from benchmarks.harness.command import main
-from benchmarks.peers import simple_baselines, torch_defaults
-from benchmarks.peers.quality_data import DATA_SETS, EXAMPLES, DataSet, Files
-from carrywave.data.files.arrays import MemoryAppender
-from carrywave.data.prepare import prepare
-from carrywave.data.python_inputs import series_of
-from carrywave.data.tables import series
+from benchmarks.peers import ngram_svm
+from benchmarks.peers.quality_data import DataSet, Files, data_sets, published
 from carrywave.errors import RunError, UserError
-from carrywave.launch.hardware import cores
-from carrywave.spec.defaults import fitted
+from carrywave.prediction.evaluate import evaluate_run
 from carrywave.spec.load import load
-from carrywave.tasks.task import Part, Task
+from carrywave.tasks.baselines import BASELINES
+from carrywave.train.backtest import RollingOptions, backtest_run
+from carrywave.train.fit import train
 
-COLUMNS = ("ours", "recipe", "torch", "simple")
+COLUMNS = ("ours", "recipe", "ensemble", "svm")
+BEHIND = 0.02  # accuracy by which a set may be below its own linear part
 QUICK = ("model.hidden=16", "model.layers=1", "train.epochs=1", "train.max_steps=3")
-# How data is read for plain PyTorch and simple baselines, whatever carrywave's defaults are: values in units of train's deviations, and
-# forecasts of the values themselves.
-PLAIN = {
-    "language": (),
-    **dict.fromkeys(("classification", "tagging", "regression"), ("data.standardize=true",)),
-    "forecasting": ("data.standardize=true", "data.residual=none", "data.channels=joint", "model.linear=0", "batch.windows=contiguous"),
-}
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One run for one cell of the table."""
+class Job:
+    """What one process does at a time: train and score one run, score several as one, or fit a peer."""
 
     data_set: DataSet
     column: str
     seed: int
-    words: tuple[str, ...]  # of the spec, after the recipe if there is one
-    follows: str | None = None  # the file of train's series whose last horizon is the test, if that is how it is scored
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of it: a figure, or a note that says why there is none."""
-
-    cell: Cell
-    figure: float | None = None
-    seconds: float = 0.0  # of training, without evaluations
-    steps: int | None = None
-    note: str = ""
+    folder: Path  # of the runs of this data set
+    files: Files
+    words: tuple[str, ...] = ()  # of the spec
 
 
 def run(
     *,
     quick: bool = False,
-    rows: Sequence[str] = (),
+    sets: Sequence[str] = (),
     columns: Sequence[str] = (),
     data: Path = Path("data"),
-    seeds: int | None = None,
+    seeds: int = 1,
     at_once: int = 1,
+    minutes: int = 600,
     set: Sequence[str] = (),
 ) -> list[Row]:
     """A row for each data set and column, and one for each data set that is skipped."""
-    wanted = [name for name in COLUMNS if name in columns or not columns]
-    chosen = [each for each in DATA_SETS if not rows or any(all(word in each.name for word in text.split()) for text in rows)]
-    if not chosen or not wanted:
-        raise UserError(f"nothing is picked; use {', '.join(each.name for each in DATA_SETS)}, and {', '.join(COLUMNS)}")
-    chosen = chosen[:2] if quick and not rows else chosen
+    known = data_sets(data)
+    chosen = [each for each in known if not sets or any(word in (each.kind, each.name) for word in sets)]
+    wanted = columns or [name for name in COLUMNS if name != "recipe"]
+    if not chosen or not {*wanted} <= {*COLUMNS}:
+        raise UserError(f"nothing is picked; use {', '.join(dict.fromkeys(each.kind for each in known))}, and {', '.join(COLUMNS)}")
     with tempfile.TemporaryDirectory(prefix="carrywave-quality-") as name:
         work = Path(name)
-        chains: list[list[Cell]] = []
-        table: list[Row] = []
-        for each in chosen:
-            if missing := each.missing(data):
-                note = f"skipped: {data / missing[0]} is not there; --data FOLDER says where files are"
-                table.append(_row(each, "all", [], note))
-                continue
-            extra = [*(QUICK if quick else ()), f"data.cache={work / 'cache'}"]
-            chains += _chains(each, each.ready(data, work), wanted, range(1, 1 + (seeds or (1 if quick else 3))), extra, set)
-        results = run_chains(chains, work, at_once)
-    return [*_rows(results, chosen, wanted), *table]
+        ready = {each: each.ready(data, work) for each in chosen if not each.missing(data)}
+        own = (*(QUICK if quick else ()), f"data.cache={work / 'cache'}", *set)
+        begun = [job for seed in range(1, 1 + seeds) for each in ready for job in _jobs(each, seed, ready[each], work, wanted, own)]
+        until = time.monotonic() + 60 * minutes
+        workers, theirs = Workers(at_once), published(data)
+        rows = workers.rows(begun, until)
+        if "ensemble" in wanted and seeds > 1:
+            whole = [Job(each, "ensemble", 0, work / each.name, files) for each, files in ready.items() if "test" in files and each.labels]
+            rows += workers.rows(whole, until + 60)
+    skipped = [
+        _row(each, "", [], f"skipped: {data / each.missing(data)[0]} is not there; --data FOLDER says where files are")
+        for each in chosen
+        if each not in ready
+    ]
+    return [*(row for each in ready for row in _rows(each, rows, theirs.get(each.name, {}))), *skipped]
 
 
-def _chains(
-    data_set: DataSet, files: Files, columns: Sequence[str], seeds: Sequence[int], extra: Sequence[str], settings: Sequence[str]
-) -> list[list[Cell]]:
-    """The runs of a data set. Those of `torch` come after those of `ours`, whose number of steps they take."""
-    recipe, follows = EXAMPLES / f"{data_set.recipe or data_set.name}.yaml", files.get("follows")
-    ours = [f"data.{part}={path}" for part, path in files.items() if part != "follows"]
-    of_test = None if follows is None else str(follows)
-    chains = []
-    for seed in seeds:
-        named = (*ours, *extra, f"train.seed={seed}")
-        plain = (*data_set.words, *named, *settings)
-        chains.append([Cell(data_set, column, seed, plain, of_test) for column in ("ours", "torch") if column in columns])
-        if "recipe" in columns and recipe.is_file():
-            short = ("train.warmup=0",) if any(word.startswith("train.max_steps") for word in extra) else ()
-            chains.append([Cell(data_set, "recipe", seed, (str(recipe), *named, *short), of_test)])
-    if "simple" in columns:
-        chains.append([Cell(data_set, "simple", 1, (*data_set.words, *ours, *extra), of_test)])
-    return [chain for chain in chains if chain]
+def _jobs(each: DataSet, seed: int, files: Files, work: Path, wanted: Sequence[str], own: Sequence[str]) -> Iterator[Job]:
+    folder = work / each.name
+    named = [f"data.{part}={path}" for part, path in files.items() if part != "follows"]
+    if "ours" in wanted:
+        yield Job(each, "ours", seed, folder, files, (*each.words, *named, *own, f"train.seed={seed}"))
+    if "recipe" in wanted and each.example.is_file():
+        short = ("train.warmup=0",) if any(word.startswith("train.max_steps") for word in own) else ()
+        yield Job(each, "recipe", seed, folder, files, (*named, *own, *short, f"train.seed={seed}"))
+    if "svm" in wanted and each.kind == "texts" and seed == 1 and ngram_svm.there():
+        yield Job(each, "svm", seed, folder, files)
 
 
-def run_chains(chains: Sequence[Sequence[Cell]], work: Path, at_once: int) -> list[Result]:
-    """Run all cells, those of a chain one after another, so that plain PyTorch learns how many steps ours took."""
-    threads = {} if at_once == 1 else {"OMP_NUM_THREADS": str(max(1, cores() // at_once))}
+class Workers:
+    """Processes that carry out jobs, each one at a time; one that dies is replaced, so that nothing ends but its job."""
 
-    def run_chain(chain: Sequence[Cell]) -> list[Result]:
-        found: list[Result] = []
-        for cell in chain:
-            folder = work / f"{cell.data_set.name}-{cell.column}-{cell.seed}"
-            folder.mkdir()
+    def __init__(self, at_once: int) -> None:
+        if at_once > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are started
+        self.idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+        self.threads = ThreadPoolExecutor(at_once)
+        for _ in range(at_once):
+            self._add()
+
+    def _add(self) -> None:
+        self.idle.put(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+
+    def rows(self, jobs: Sequence[Job], until: float) -> list[Row]:
+        """A row for each job: its data set, column and seed, and what came of it. None is begun after this time on the monotonic clock."""
+        return list(self.threads.map(lambda job: self._row(job, until), jobs))
+
+    def _row(self, job: Job, until: float) -> Row:
+        begin = time.monotonic()
+        found: Row = {"note": "not begun: the time was over"}
+        if begin < until:
+            process = self.idle.get()
             try:
-                steps = next((each.steps for each in found if each.steps is not None), None)
-                found.append(_trained(cell, folder, threads) if cell.column in ("ours", "recipe") else _peer(cell, folder, threads, steps))
-            except RunError as error:
-                found.append(Result(cell, note=str(error)))
-            told = f"{cell.data_set.metric} {found[-1].figure}, {found[-1].seconds:.1f} s; {found[-1].note}"
-            print(f"{time.strftime('%H:%M:%S')} {cell.data_set.name} {cell.column} seed {cell.seed}: {told}", file=sys.stderr)
-        return found
-
-    with ThreadPoolExecutor(at_once) as pool:
-        return [result for found in pool.map(run_chain, chains) for result in found]
+                found = process.submit(do, job).result()
+                self.idle.put(process)
+            except BrokenProcessPool:
+                found = {"note": f"its process died ({job.folder})"}
+                self._add()
+        seconds = time.monotonic() - begin
+        print(f"{time.strftime('%H:%M:%S')} {job.data_set.name} {job.column} {job.seed}: {found} {seconds:.1f} s", file=sys.stderr)
+        return {"data": job.data_set.name, "column": job.column, "seconds": seconds, **found}
 
 
-def _call(folder: Path, threads: dict[str, str], *words: str) -> None:
-    """Run a module; if it fails, its last line says why."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **threads}
-    ended = subprocess.run([sys.executable, "-m", *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if ended.returncode != 0:
-        raise RunError(f"exit code {ended.returncode}: {(ended.stderr.strip() or 'no output').splitlines()[-1]}")
+def do(job: Job) -> Row:
+    """In a process of its own: what comes of a job. What it prints is in a file; an error is a note."""
+    job.folder.mkdir(exist_ok=True)
+    with (job.folder / "log").open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        try:
+            return {"ensemble": _together, "svm": _svm}.get(job.column, _trained)(job)
+        except Exception as error:  # of one run among many
+            return {"note": f"{type(error).__name__}: {error}"}
 
 
-def _trained(cell: Cell, folder: Path, threads: dict[str, str]) -> Result:
-    """Train by the command line. The figure is what the run says of the part that is scored."""
-    _call(folder, threads, "carrywave", "train", *cell.words, "--run", "run")
-    metrics, timing = (
-        [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()] for name in ("metrics", "timing")
-    )
-    steps = max(row["step"] for row in metrics if row["split"] == "train")
-    seconds = sum(row.get("seconds", 0.0) for row in timing if row["split"] == "train")
-    if cell.follows is not None:
-        told = ["--json", "scores.json", "-o", "forecasts.csv", "--svg", "forecasts.svg"]
-        _call(folder, threads, "carrywave", "backtest", "run", "--data", cell.follows, "--origins", "1", *told)
-        scored = json.loads((folder / "scores.json").read_text())[0]
+def _trained(job: Job) -> Row:
+    """Train as the command does. The figure is what the run says of the part that is scored, beside those of its baselines."""
+    folder, metric = job.folder / f"{job.column}-{job.seed}", job.data_set.metric
+    recipe = job.data_set.example if job.column == "recipe" else None
+    train(load(recipe, job.words), run=folder)
+    if (follows := job.files.get("follows")) is not None:
+        scored: Mapping[str, Any] = backtest_run(folder, str(follows), RollingOptions(origins=1), "auto", lambda _: None).scores[0]
     else:  # of test there is one row, of the weights that are best on valid
-        scored = min((row for row in metrics if row["split"] == cell.data_set.part), key=lambda row: row["loss"])
-    return Result(cell, scored[cell.data_set.metric], seconds, steps, f"{steps} steps")
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        scored = min((row for row in rows if row["split"] == job.data_set.part), key=lambda row: row["loss"])
+    beside = {name: scored[f"{name}_{metric}"] for name in BASELINES if f"{name}_{metric}" in scored}
+    return {"figure": scored[metric], "beside": beside if job.column == "ours" else {}}
 
 
-def _peer(cell: Cell, folder: Path, threads: dict[str, str], steps: int | None) -> Result:
-    job = {"name": cell.data_set.name, "column": cell.column, "words": cell.words, "steps": steps, "follows": cell.follows}
-    (folder / "job.json").write_text(json.dumps(job))
-    _call(folder, threads, __name__, "--peer", "job.json")
-    return Result(cell, **json.loads((folder / "result.json").read_text()))
+def _together(job: Job) -> Row:
+    """Score the runs of all seeds as one."""
+    runs = sorted(each.parent for each in job.folder.glob("ours-*/weights.safetensors"))
+    if len(runs) < 2:
+        raise RunError("fewer than two runs")
+    found = evaluate_run(runs, str(job.files["test"]), note=lambda _: None)
+    return {"figure": found[job.data_set.metric], "note": f"{len(runs)} runs"}
 
 
-def peer(job: Row) -> Row:
-    """In a process of its own: the figure of plain PyTorch or of the best simple baseline, its seconds and a note."""
-    data_set = next(each for each in DATA_SETS if each.name == job["name"])
-    task, parts = read(job["words"], job["follows"])
-    begin = time.perf_counter()
-    if job["column"] == "torch":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        reached = torch_defaults.train(task, parts, data_set.part, steps=job["steps"], device=device)
-        return {"figure": reached.values[data_set.metric], "seconds": reached.seconds, "note": f"{reached.steps} steps"}
-    found = simple_baselines.baselines(task, parts, data_set.part, data_set.metric, data_set.lags)
-    name = (max if data_set.higher_is_better else min)(found, key=lambda each: found[each])
-    note = "; ".join([name, *(f"{other} {figure:.4g}" for other, figure in found.items() if other != name)])
-    return {"figure": found[name], "seconds": time.perf_counter() - begin, "note": note}
+def _svm(job: Job) -> Row:
+    return {"figure": ngram_svm.accuracy(job.files["train"], job.files["test"])}
 
 
-def read(words: Sequence[str], follows: str | None = None) -> tuple[Task, dict[str, Part]]:
-    """The task and the parts of its data; `follows`: a file of train's series whose last horizon is the test."""
-    spec = load(None, [*words, *PLAIN[load(None, words).task]])
-    prepared = prepare(spec)
-    spec = fitted(spec, prepared.facts)
-    task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
-    found = {"train": prepared.train, "valid": prepared.valid, "test": prepared.test}
-    if follows is not None:
-        whole = series.encoded(series_of(follows, prepared.codec, spec, labelled=True), prepared.codec, MemoryAppender)
-        found["test"] = replace(whole, warm=whole.lengths - spec.data.horizon)
-    return task, {name: task.part(name, data) for name, data in found.items() if data is not None}
+def _rows(each: DataSet, found: Sequence[Row], theirs: Mapping[str, float]) -> Iterator[Row]:
+    """The rows of a data set."""
+    own = [row for row in found if row["data"] == each.name]
+    for column in COLUMNS:
+        if some := [row for row in own if row["column"] == column]:
+            yield _row(
+                each, column, [row["figure"] for row in some if "figure" in row], some[0].get("note", ""), [row["seconds"] for row in some]
+            )
+        for name in BASELINES if column == "ours" else ():
+            if figures := [row["beside"][name] for row in some if name in row.get("beside", ())]:
+                yield _row(each, name, figures, "")
+    for column, figure in theirs.items():
+        yield _row(each, column, [figure], "published")
 
 
-def _rows(results: Sequence[Result], chosen: Sequence[DataSet], columns: Sequence[str]) -> list[Row]:
-    """A row for each cell that has runs."""
-    rows = []
-    for data_set in chosen:
-        for column in columns:
-            own = [each for each in results if each.cell.data_set is data_set and each.cell.column == column]
-            if own:
-                failures = [f"seed {each.cell.seed} failed: {each.note}" for each in own if each.figure is None]
-                rows.append(_row(data_set, column, own, failures[0] if failures else own[0].note))
-    return rows
-
-
-def _row(data_set: DataSet, column: str, results: Sequence[Result], note: str) -> Row:
-    figures = [each.figure for each in results if each.figure is not None and not math.isnan(each.figure)]
+def _row(each: DataSet, column: str, figures: Sequence[float], note: str, seconds: Sequence[float] = ()) -> Row:
     return {
-        "data": data_set.name,
-        "metric": f"{data_set.part} {data_set.metric}",
-        "column": column,
-        "median": round(statistics.median(figures), 4) if figures else None,
-        "lowest": round(min(figures), 4) if figures else None,
-        "highest": round(max(figures), 4) if figures else None,
-        "seeds": len(figures),
-        "seconds": round(statistics.median(each.seconds for each in results), 1) if figures else None,
-        "note": note,
+        **{"data": each.name, "kind": each.kind, "metric": f"{each.part} {each.metric}", "column": column},
+        **{"figure": statistics.mean(figures) if figures else None, "figures": list(figures), "note": note},
+        "seconds": round(statistics.median(seconds), 1) if seconds else None,
     }
 
 
-def conclusions(rows: Sequence[Row]) -> list[str]:
-    """A line for each cell in which ours is behind plain PyTorch or a simple baseline, or has no figure at all."""
-    higher = {each.name: each.higher_is_better for each in DATA_SETS}
-    ours = {row["data"]: row["median"] for row in rows if row["column"] == "ours"}
-    lines = [f"{name}: ours has no figure" for name, figure in ours.items() if figure is None]
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """A line for each data set."""
+    lines: dict[str, Row] = {}
+    names = dict.fromkeys(row["column"] for row in rows if row["column"])
     for row in rows:
-        own, theirs = ours.get(row["data"]), row["median"]
-        if row["column"] not in ("torch", "simple") or own is None or theirs is None:
-            continue
-        if (own < theirs) if higher[row["data"]] else (own > theirs):
-            lines.append(f"{row['data']}: ours {own:.4g} is behind {row['column']} {theirs:.4g}")
+        line = lines.setdefault(row["data"], {"data": row["data"], "metric": row["metric"], **dict.fromkeys(names)})
+        line |= {row["column"]: row["figure"]} if row["column"] else {}
+        if row["column"] in ("ours", ""):
+            figures = row["figures"]
+            line |= {
+                "range": f"{min(figures):.4g}-{max(figures):.4g}" if len(figures) > 1 else "",
+                "seconds": row["seconds"],
+                "note": row["note"],
+            }
+    return list(lines.values())
+
+
+def conclusions(rows: Sequence[Row]) -> list[str]:
+    """What follows for the sets of the UCR archive as a whole, and where ours is behind."""
+    table: dict[str, dict[str, float]] = {}
+    lines = [f"{row['data']}: {row['column']} has no figure: {row['note']}" for row in rows if row["figure"] is None]
+    for row in rows:
+        if row["figure"] is not None:
+            table.setdefault(row["data"], {})[row["column"]] = row["figure"]
+    kinds, lower = {row["data"]: row["kind"] for row in rows}, {row["data"] for row in rows if not row["metric"].endswith("accuracy")}
+    archive = {name: found for name, found in table.items() if kinds[name] == "ucr" and "ours" in found}
+    common = [name for name in dict.fromkeys(row["column"] for row in rows) if archive and all(name in found for found in archive.values())]
+    for column in common:
+        places = [_place(found, column, common) for found in archive.values()]
+        mean = statistics.mean(found[column] for found in archive.values())
+        wins = sum(found[column] == max(found[each] for each in common) for found in archive.values())
+        lines.append(
+            f"{len(archive)} UCR sets, {column}: mean {mean:.4f}, mean rank {statistics.mean(places):.2f}, best or level on {wins}"
+        )
+    worst = sorted(archive, key=lambda name: archive[name]["ours"] - max(archive[name][each] for each in common))[:5]
+    lines += [f"worst: {name} {', '.join(f'{each} {archive[name][each]:.3f}' for each in common)}" for name in worst]
+    below = {name: found for name, found in archive.items() if found["ours"] < found.get("linear", 0.0) - BEHIND}
+    lines += [f"below its linear part: {name} {found['ours']:.3f} against {found['linear']:.3f}" for name, found in below.items()]
+    for name, found in table.items():
+        for column, figure in found.items() if name not in archive and "ours" in found else ():
+            if (found["ours"] > figure) if name in lower else (found["ours"] < figure):
+                lines.append(f"{name}: ours {found['ours']:.4g} is behind {column} {figure:.4g}")
     return lines
 
 
+def _place(found: Mapping[str, float], column: str, columns: Sequence[str]) -> float:
+    """The rank of a column, from 1; those that are level share theirs."""
+    level = sum(found[each] == found[column] for each in columns)
+    return 1 + sum(found[each] > found[column] for each in columns) + (level - 1) / 2
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--peer"]:
-        Path("result.json").write_text(json.dumps(peer(json.loads(Path(sys.argv[2]).read_text()))))
-    else:
-        main("benchmarks.quality")
+    main("benchmarks.quality")

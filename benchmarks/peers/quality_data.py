@@ -1,6 +1,6 @@
 """The data sets of `quality`: what a user would tell carrywave about each, where its files are, and by which metric it is judged.
 
-Files are looked for in one folder, by the places of `DATA_SETS`. What can be made on any machine is made: text that ships with Python,
+Files are looked for in one folder, by the places of `data_sets`. What can be made on any machine is made: text that ships with Python,
 the functions of its standard library, and noisy sine waves whose frequency is to be found.
 """
 
@@ -21,32 +21,36 @@ import numpy as np
 from carrywave.data.files.source import builtin_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-HIGHER = ("accuracy",)  # metrics that are better if higher; of the others, lower is better
 TEXT_BYTES = 100_000
 WAVES = {"train": 600, "test": 200}
 
-Files = Mapping[str, Path]  # by what they are: train, valid, test, follows
+Files = Mapping[str, Path]  # by what they are: train, valid, test, follows; all: what is to be split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DataSet:
     """A row of the table."""
 
     name: str
+    kind: str  # that picks it among others
     words: tuple[str, ...]  # the task and what else a user would say, as key=value, without the files
     metric: str
-    files: Mapping[str, str] = field(default_factory=dict)  # part: place in the folder of data
+    files: Files = field(default_factory=dict)  # part: place in the folder of data
     make: Callable[[Mapping[str, Path], Path], Files] | None = None  # writes what has no file, from the files, to a folder
     recipe: str | None = None  # the name of its recipe in examples/, if it is not that of the row
     part: str = "test"  # that is scored
-    lags: int = 96  # forecasting: values that the ridge regression reads
 
     @property
-    def higher_is_better(self) -> bool:
-        """Whether a larger figure is a better one."""
-        return self.metric in HIGHER
+    def labels(self) -> bool:
+        """Whether sequences have one label each."""
+        return self.words[0] == CLASSES[0]
 
-    def missing(self, folder: Path) -> list[str]:
+    @property
+    def example(self) -> Path:
+        """The place of its recipe, if there is one."""
+        return EXAMPLES / f"{self.recipe or self.name}.yaml"
+
+    def missing(self, folder: Path) -> list[Path]:
         """The files that are not in the folder of data."""
         return [place for place in self.files.values() if not (folder / place).is_file()]
 
@@ -122,38 +126,59 @@ def _of_library(kind: str) -> Callable[[Files, Path], Files]:
     return make
 
 
+def _parts(place: str, *parts: str) -> Files:
+    return {part: Path(place.format(part)) for part in parts or ("train", "test")}
+
+
+def _shuffled(files: Files, folder: Path) -> Files:
+    """The lines of a file as `label text`: by a shuffle with one seed, a tenth of them is the test."""
+    lines = [line.split(" ", 1) for line in files["all"].read_text("latin-1").splitlines() if " " in line]
+    order, held = np.random.default_rng(0).permutation(len(lines)), len(lines) // 10
+    for part, rows in (("test", order[:held]), ("train", order[held:])):
+        rows_of_part = [json.dumps({"text": lines[row][1], "label": lines[row][0]}) for row in rows]
+        (folder / f"{part}.jsonl").write_text("\n".join(rows_of_part) + "\n", encoding="utf-8")
+    return {part: folder / f"{part}.jsonl" for part in ("train", "test")}
+
+
 def _forecast(horizon: int, *words: str) -> tuple[str, ...]:
     return ("task=forecasting", f"data.horizon={horizon}", "data.season=24", *words)
 
 
-ETT = {"train": "ett/ETTh1.csv"}
+ETT: Files = {"train": Path("ett/ETTh1.csv")}
+TEXTS = {"MR": "rt-polarity", "SUBJ": "subj", "CR": "custrev", "MPQA": "mpqa"}  # by their names in harvardnlp/sent-conv-torch
+WIKITEXT = ("task=language", "data.tokens=word", "model.hidden=200", "train.epochs=6")
 MONTHS = "data.split=[8640,2880,2880]"  # 12, 4 and 4 months
 CLASSES = ("task=classification",)
-DATA_SETS = (
-    DataSet("readme", ("task=language", "data.train=builtin:python-topics"), "bits", part="valid", recipe="characters"),
-    DataSet("small-text", ("task=language", "model.hidden=64", "train.epochs=2"), "perplexity", make=_beginning, part="valid"),
-    DataSet(
-        "wikitext-2",
-        ("task=language", "data.tokens=word", "model.hidden=200", "train.epochs=6"),
-        "perplexity",
-        files={part: f"wikitext-2/{part}.txt" for part in ("train", "valid", "test")},
-    ),
-    DataSet("etth1-24", _forecast(24, MONTHS), "mae", files=ETT, recipe="etth1"),
-    DataSet("etth1-96", _forecast(96, MONTHS), "mae", files=ETT),
-    DataSet(
-        "m4-hourly",
-        _forecast(48),
-        "mase",
-        files={part: f"m4-hourly/{part}.csv.gz" for part in ("train", "test")},
-        make=_joined,
-        lags=336,
-    ),
-    *(
-        DataSet(name, CLASSES, "accuracy", files={part: f"ucr/{name}.{part}.jsonl.gz" for part in ("train", "test")})
-        for name in ("acsf1", "osuleaf", "basicmotions")
-    ),
-    DataSet("japanese-vowels", CLASSES, "accuracy", files={part: f"japanese-vowels/{part}.jsonl" for part in ("train", "test")}),
-    DataSet("waves", ("task=regression",), "mae", make=_waves),
-    DataSet("python-functions", CLASSES, "accuracy", make=_of_library("functions")),
-    DataSet("python-tags", ("task=tagging",), "accuracy", make=_of_library("tags")),
-)
+
+
+def data_sets(folder: Path) -> list[DataSet]:
+    """All data sets: signals are those whose files are in the folder."""
+    theirs = published(folder)
+    signals = [path.name.removesuffix(".train.jsonl.gz") for path in sorted(folder.glob("ucr/*.train.jsonl.gz"))]
+    return [
+        DataSet("m4-hourly", "m4", _forecast(48), "mase", files=_parts("m4-hourly/{}.csv.gz"), make=_joined),
+        *(
+            DataSet(name, "texts", CLASSES, "accuracy", files={"all": Path(f"texts/{file}.all")}, make=_shuffled)
+            for name, file in TEXTS.items()
+        ),
+        *(
+            DataSet(name, "ucr" if name in theirs else "signals", CLASSES, "accuracy", files=_parts(f"ucr/{name}.{{}}.jsonl.gz"))
+            for name in signals
+        ),
+        DataSet("japanese-vowels", "vowels", CLASSES, "accuracy", files=_parts("japanese-vowels/{}.jsonl")),
+        DataSet("etth1-24", "ett", _forecast(24, MONTHS), "mae", files=ETT, recipe="etth1"),
+        DataSet("etth1-96", "ett", _forecast(96, MONTHS), "mae", files=ETT),
+        DataSet("readme", "words", ("task=language", "data.train=builtin:python-topics"), "bits", part="valid", recipe="characters"),
+        DataSet("small-text", "words", ("task=language", "model.hidden=64", "train.epochs=2"), "perplexity", make=_beginning, part="valid"),
+        DataSet("wikitext-2", "words", WIKITEXT, "perplexity", files=_parts("wikitext-2/{}.txt", "train", "valid", "test")),
+        DataSet("waves", "made", ("task=regression",), "mae", make=_waves),
+        DataSet("python-functions", "made", CLASSES, "accuracy", make=_of_library("functions")),
+        DataSet("python-tags", "made", ("task=tagging",), "accuracy", make=_of_library("tags")),
+    ]
+
+
+def published(folder: Path) -> Mapping[str, Mapping[str, float]]:
+    """By data set, the figures of others."""
+    file = folder / "ucr" / "published.json"
+    found: Mapping[str, Mapping[str, float]] = json.loads(file.read_text()) if file.is_file() else {}
+    return found

@@ -7,16 +7,11 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import gpu_pipeline, pipeline, quality, step
 from benchmarks.gpu_pipeline import QUICK, Split
 from benchmarks.harness import command
-from benchmarks.peers import simple_baselines
-from benchmarks.peers.quality_data import DATA_SETS
-from benchmarks.quality import Cell, Result
-from carrywave.data.sequences import Sequences
 from carrywave.errors import RunError
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -29,7 +24,7 @@ BENCHMARKS = [
     ("pipeline", ["step_ms", "over_ddp", "peak_mib"], ["--workers", "2"], SLOW),
     ("plan", ["plan", "measured_ms", "of_best"], ["--device", "cpu"], SLOW),
     ("sync", ["tokens_per_second", "loss_to_step"], [], SLOW),
-    ("quality", ["median", "seeds", "note"], ["--rows", "waves"], SLOW),
+    ("quality", ["figure", "figures", "note"], ["--sets", "waves"], SLOW),
     ("faults", ["noticed_s", "again_s", "equal", "once"], [], SLOW),
     ("kernels", ["cudnn_graph_ms", "ours_graph_ms", "ours_error"], [], GPU),
     ("step", ["step_ms", "over_graph", "note"], [], GPU),
@@ -56,8 +51,8 @@ def test_options_are_the_parameters_of_run(capsys: pytest.CaptureFixture[str]) -
         command.main("benchmarks.pipeline", ["--workers", "two"])
     assert ended.value.code == 2
     assert "argument --workers: invalid" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="nothing is picked; use readme, small-text"):
-        command.main("benchmarks.quality", ["--rows", "mnist"])
+    with pytest.raises(SystemExit, match="nothing is picked; use m4, texts"):
+        command.main("benchmarks.quality", ["--sets", "mnist"])
 
 
 def test_empty_columns_are_not_shown() -> None:
@@ -87,29 +82,18 @@ def test_the_workers_of_shares_compute_one_answer_on_cpus() -> None:
     assert all(row["ms"] > 0 for row in rows)
 
 
-def test_where_ours_is_behind_is_said() -> None:
-    by_name = {each.name: each for each in DATA_SETS}
-    figures = [
-        ("acsf1", "ours", 0.11),
-        ("acsf1", "torch", 0.19),
-        ("acsf1", "simple", 0.1),
-        ("waves", "ours", 0.2),
-        ("waves", "simple", 0.1),
-    ]
-    results = [Result(Cell(by_name[name], column, 1, ()), figure) for name, column, figure in figures]
-    results.append(Result(Cell(by_name["readme"], "ours", 1, ()), None, note="exit code 2: no"))
-    rows = quality._rows(results, [by_name[name] for name in ("readme", "acsf1", "waves")], quality.COLUMNS)
-    assert rows[0]["note"] == "seed 1 failed: exit code 2: no"
+def test_what_follows_from_figures() -> None:
+    def row(data: str, column: str, figure: float | None, kind: str = "ucr", metric: str = "test accuracy") -> dict[str, object]:
+        return {"data": data, "kind": kind, "metric": metric, "column": column, "figure": figure, "note": "no"}
+
+    rows = [row("beef", "ours", 0.8), row("beef", "linear", 0.9), row("coffee", "ours", 1.0), row("coffee", "linear", 0.99)]
+    rows += [row("waves", "ours", 0.2, "made", "test mae"), row("waves", "naive", 0.1, "made", "test mae"), row("CR", "svm", None, "texts")]
     assert quality.conclusions(rows) == [
-        "readme: ours has no figure",
-        "acsf1: ours 0.11 is behind torch 0.19",
-        "waves: ours 0.2 is behind simple 0.1",
+        "CR: svm has no figure: no",
+        "2 UCR sets, ours: mean 0.9000, mean rank 1.50, best or level on 1",
+        "2 UCR sets, linear: mean 0.9450, mean rank 1.50, best or level on 1",
+        "worst: beef ours 0.800, linear 0.900",
+        "worst: coffee ours 1.000, linear 0.990",
+        "below its linear part: beef 0.800 against 0.900",
+        "waves: ours 0.2 is behind naive 0.1",
     ]
-
-
-def test_what_follows_what() -> None:
-    """A text in which each letter determines the next has next to nothing left to learn from bigrams, and one bit alone."""
-    data = Sequences(np.tile([0, 1], 500), np.array([0]), np.array([1000]))
-    found = simple_baselines._ngrams(data, data, 2)
-    assert found["unigrams"] == pytest.approx(math.log(2), rel=1e-3)
-    assert found["bigrams"] < 0.01
