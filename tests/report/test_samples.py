@@ -83,7 +83,7 @@ def test_numbers_are_paired_in_the_units_of_the_file(tmp_path: Path) -> None:
     [
         (None, {"residual": "none", "targets": ["load"]}),
         ([0.1, 0.5, 0.9], {"residual": "season", "targets": ["load"]}),
-        (None, {"channels": "independent", "transform": "log"}),
+        (None, {"channels": "independent", "transform": "diff"}),
     ],
 )
 def test_a_forecast_is_that_of_predict_from_the_same_origin(quantiles: list[float] | None, more: dict[str, Any], tmp_path: Path) -> None:

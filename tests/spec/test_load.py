@@ -227,8 +227,8 @@ def test_a_comma_is_a_decimal_mark() -> None:
 
 
 def test_one_name_or_number_is_a_list_of_one() -> None:
-    data = load(overrides=["task=forecasting", "data.train=a.csv", "data.targets=load", "data.calendar=hour", "data.quantiles=0.8"]).data
-    assert (data.targets, data.calendar, data.quantiles) == (("load",), ("hour",), (0.8,))
+    data = load(overrides=["task=forecasting", "data.train=a.csv", "data.targets=load", "data.calendar=hour", "data.bands=0.8"]).data
+    assert (data.targets, data.calendar, data.bands) == (("load",), ("hour",), (0.8,))
 
 
 def test_several_mistakes_are_counted(spec_file: Path) -> None:

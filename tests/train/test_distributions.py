@@ -131,6 +131,7 @@ def test_what_is_no_count_is_refused_at_reading(tmp_path: Path) -> None:
     ("data", "message"),
     [
         ({"distribution": "poisson", "transform": "log1p"}, r"data\.distribution=poisson is of counts, but transform=log1p makes other"),
+        ({"distribution": "normal", "transform": "diff"}, r"distribution=normal of changes does not add up to one of values"),
         (
             {"distribution": "negative_binomial", "residual": "season"},
             r"residual=season takes a naive forecast off them; remove it, or use",

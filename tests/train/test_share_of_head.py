@@ -29,13 +29,17 @@ def fitted(folder: Path, values: np.ndarray, *, resume: bool = False, **data: An
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_random_walk_is_forecast_by_its_last_value(tmp_path: Path, seed: int) -> None:
     walk = np.random.default_rng(seed).normal(size=1500).cumsum()
-    found = fitted(tmp_path / "run", walk)
+    found = fitted(tmp_path / "run", walk, bands=[0.8])
     test = found.metrics["test"]
     assert test["mae"] <= 1.005 * test["last_mae"]
     assert weights_metadata(tmp_path / "run/weights.safetensors")["share"] == "0.0"
     assert found.metrics["valid"]["mae"] == pytest.approx(found.metrics["valid"]["last_mae"], rel=1e-5)
     rows = cw.predict(tmp_path / "run", pd.DataFrame({"ds": pd.date_range("2020-01-01", periods=200), "y": walk[:200]}), device="cpu")
     np.testing.assert_allclose([row["y"] for row in rows], walk[199], atol=1e-4)  # numbers are read as float32
+    # The bands are around what is forecast: of a walk they widen with the root of the steps, to 1.28 deviations.
+    width = np.array([row["y-q0.9"] - row["y"] for row in rows])
+    np.testing.assert_allclose(width / np.sqrt(np.arange(1, 13)), 1.28, rtol=0.4)  # of a dozen stretches that do not overlap
+    assert found.metrics["valid"]["within_80"] == pytest.approx(0.8, abs=0.01)
 
 
 def test_the_choice_is_made_once(tmp_path: Path) -> None:
@@ -63,7 +67,7 @@ def test_what_is_learned_stays_as_it_is(tmp_path: Path) -> None:
 
 def kept(out_NHC: np.ndarray, target_NHC: np.ndarray) -> KeptForecasts:
     lengths = np.array([len(out_NHC)])
-    made = KeptForecasts(View(out_NHC, np.zeros(1, np.int64), lengths), out_NHC.shape[1], out_NHC.shape[2], torch.device("cpu"))
+    made = KeptForecasts(View(out_NHC, np.zeros(1, np.int64), lengths), out_NHC.shape[1], out_NHC.shape[2], 0, torch.device("cpu"))
     made.update(*(torch.from_numpy(each[:, None]) for each in (out_NHC, target_NHC)), torch.tensor([0]), torch.tensor([0]))
     return made
 

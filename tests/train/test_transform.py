@@ -1,4 +1,4 @@
-"""Logarithms of targets: forecasts, scores and metrics in the units of the file."""
+"""Logarithms and differences of targets: forecasts, scores and metrics in the units of the file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 
 import carrywave as cw
 from carrywave.data.tables.channels import backward, forward
-from carrywave.errors import DataError
+from carrywave.errors import DataError, SpecError
 from carrywave.prediction.evaluate import evaluate_run
+from carrywave.spec.load import parse
 from carrywave.train.backtest import RollingOptions, backtest_run
 
 HOW: dict[str, Any] = {"task": "forecasting", "batch": {"lanes": 3, "steps": 8}, "device": "cpu", "progress": False}
@@ -25,15 +26,15 @@ def frame(rows: int = 150) -> pd.DataFrame:
     return pd.DataFrame({"ds": pd.date_range("2024-01-01", periods=rows), "a": growing, "b": 500 + 20 * draw.normal(size=rows).cumsum()})
 
 
-@pytest.mark.parametrize("kind", ["none", "log", "log1p"])
+@pytest.mark.parametrize("kind", ["none", "log", "log1p", "diff"])
 def test_the_way_back(kind: str) -> None:
     values = np.random.default_rng(1).uniform(0.5, 9.0, size=(6, 2))
-    np.testing.assert_allclose(backward(forward(values, kind), kind), values, rtol=1e-12)
+    np.testing.assert_allclose(backward(forward(values[1:], kind, values[:1]), kind, values[:1]), values[1:], rtol=1e-12)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("channels", ["joint", "independent"])
-@pytest.mark.parametrize("kind", ["log", "log1p"])
+@pytest.mark.parametrize("kind", ["log", "log1p", "diff"])
 def test_metrics_and_scores_are_in_the_units_of_the_file(tmp_path: Path, kind: str, channels: str) -> None:
     """Every origin of a file by a backtest, whose forecasts are those of predict, against what evaluation sums up."""
     data = {"horizon": 2, "season": 3, "transform": kind, "channels": channels}
@@ -64,3 +65,5 @@ def test_quantiles_of_logarithms_stay_in_order(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(DataError, match=r"the row of 2024-01-06.*, column b is -1, and log needs values above 0; use data.transform=log1p"):
         cw.fit(None, frame().assign(b=lambda rows: rows["b"].where(rows.index != 5, -1.0)), data={"transform": "log"}, **HOW)
+    with pytest.raises(SpecError, match="quantiles of changes"):
+        parse({"task": "forecasting", "data": {"transform": "diff", "quantiles": [0.5]}})

@@ -135,6 +135,19 @@ def fitted(frame: pd.DataFrame, folder: Path, **data: Any) -> Path:
     return folder / "run"
 
 
+def test_changes_add_up_over_a_day_of_weight_0(tmp_path: Path) -> None:
+    frame = table()
+    run = fitted(frame, tmp_path, transform="diff")
+    origins = range(47, 57)
+    made = np.array([[row["y"] for row in cw.predict(run, frame[: origin + 1].drop(columns="w"))] for origin in origins])
+    truth, weights = (np.array([frame[name][origin + 1 : origin + 4] for origin in origins]) for name in ("y", "w"))
+    expected = float(np.abs(made - truth)[weights > 0].mean())
+    assert cw.evaluate(run)["mae[y]"] == pytest.approx(expected, rel=1e-4)
+    assert cw.evaluate([run, run], str(tmp_path / "table.csv"))["mae[y]"] == pytest.approx(
+        cw.evaluate(run, str(tmp_path / "table.csv"))["mae[y]"], rel=1e-9
+    )
+
+
 def test_a_backtest_does_not_score_days_of_weight_0(tmp_path: Path) -> None:
     frame = table()
     run = fitted(frame, tmp_path)

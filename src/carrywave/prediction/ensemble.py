@@ -6,7 +6,7 @@ Runs that do not predict the same thing are refused. How numbers are scaled may 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +61,7 @@ def _check_alike(first: Saved, other: Saved) -> None:
         each.name for each in fields(Codec) if each.name not in MAY_DIFFER and len({repr(getattr(c, each.name)) for c in codecs}) > 1
     ]
     if first.spec.task == "forecasting":
-        differs += [name for name in ("horizon", "levels") if getattr(first.spec.data, name) != getattr(other.spec.data, name)]
+        differs += [name for name in ("horizon", "levels", "bands") if getattr(first.spec.data, name) != getattr(other.spec.data, name)]
     if differs:
         what = differs[0] if differs[0].endswith("s") else f"{differs[0]}s".replace("ys", "ies")
         raise RunError(
@@ -113,7 +113,7 @@ def evaluate_together(
     """As `evaluation.evaluate`, of the average; `parts` are the same data as each run reads it. The loss is that of the first."""
     _check_parts(members, parts)
     first, mesh = members[0], members[0].mesh
-    task = first.task
+    task = replace(first.task, bands=None)  # those of a run are around its own forecasts
     meter = task.meter(mesh.device, parts[0], by_series="series" in details.by, tops=tops)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch, outs, target in _side_by_side(members, parts):
@@ -140,7 +140,7 @@ def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
     """Refuse runs for which the data has other sequences, steps or targets: each may have held out other rows of train, say."""
     for member, part in zip(members, parts, strict=True):
         codec = member.task.codec
-        if codec.transform != "none" or codec.distribution != "none":
+        if codec.transform not in ("none", "diff") or codec.distribution != "none":
             key = "distribution" if codec.distribution != "none" else "transform"
             what = "a distribution" if key == "distribution" else "other values than those of the data"
             what += f" (data.{key}={getattr(codec, key)})"

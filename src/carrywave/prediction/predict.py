@@ -39,7 +39,7 @@ from carrywave.prediction.generation import Sampling
 from carrywave.prediction.outputs import Outputs
 from carrywave.prediction.predicted import BY_PLACE, estimates, forecasts, rows_of
 from carrywave.prediction.prompts import continued, prompts_of
-from carrywave.prediction.saved_run import Saved, open_run, warn
+from carrywave.prediction.saved_run import Saved, check_bands, open_run, warn
 from carrywave.prediction.standard_input import is_standard, kept_in_a_file, kept_on_all, open_stream
 from carrywave.runs.watcher import printable
 from carrywave.spec.spec import Spec
@@ -187,6 +187,8 @@ def _predict(request: _Request, device: str, model: nn.Module | None, sink_for: 
             members = [open_run(request.paths[0], device, model, world=world, whole_for="language", whole=whole, loss=_no_loss)]
         saved = members[0]
         _check(saved, request)
+        for member in members:
+            check_bands(member)
         carried = KeptColumns.of(
             request.keep, "forecasting" if saved.spec.reads_series else saved.spec.task, multi_label=saved.spec.data.multi_label
         )

@@ -134,7 +134,7 @@ def named(table: Table, codec: Codec, number: int) -> Row:
 
 def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
     spec, codec = saved.spec.data, saved.task.codec
-    levels, values = saved.task.levels, ForecastValues(table, data, codec, spec)
+    levels, values = saved.task.levels, ForecastValues(table, data, codec, spec, saved.task.bands)
     for number in range(len(outputs) // values.many):
         outs = [out[None] for out in outputs[number * values.many : (number + 1) * values.many]]
         made_HCQ = values(number, table.lengths[number : number + 1], outs)[0]
@@ -145,8 +145,9 @@ def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Tab
                 row[str(codec.time)] = times[step]
             row["step"] = step + 1
             for column, made_Q in zip(codec.forecast_columns, made_HCQ[step].tolist(), strict=True):
-                if levels is None:
-                    row[column] = made_Q[0]
-                else:
-                    row |= {f"{column}-q{quantile:g}": value for quantile, value in zip(levels, made_Q, strict=True)}
+                if levels is None or values.bands is not None:
+                    row[column] = made_Q[len(made_Q) // 2]
+                if levels is not None:
+                    ends = {f"{column}-q{quantile:g}": value for quantile, value in zip(levels, made_Q, strict=True)}
+                    row |= {name: value for name, value in ends.items() if values.bands is None or name != f"{column}-q0.5"}
             yield row

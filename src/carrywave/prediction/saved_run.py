@@ -27,13 +27,14 @@ from carrywave.runs.checkpoint.atomic_files import read_tensors
 from carrywave.runs.checkpoint.snapshot import weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.run import Run
-from carrywave.runs.run_place import LINEAR
+from carrywave.runs.run_place import BANDS, LINEAR
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load_own
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.step.worker_setup import holding_of
+from carrywave.tasks.bands import Bands
 from carrywave.tasks.linear.part import LinearPart, kind_of
 from carrywave.tasks.mase_scale import MaseScale
 from carrywave.tasks.task import Task
@@ -80,7 +81,8 @@ def open_run(
         )
     world = world or World.alone(pick_device(device))
     linear = None if own_model else read_linear(run.path, spec, codec, world.device)
-    task, plan_spec = Task(spec, codec, facts, scale, own_model=own_model, linear=linear), spec.plan_spec
+    bands = _bands_of(run, spec, codec)
+    task, plan_spec = Task(spec, codec, facts, scale, own_model=own_model, linear=linear, bands=bands), spec.plan_spec
     if whole or spec.task == whole_for:
         plan_spec = plan_spec.model_copy(update={"stages": 1, "cuts": None})
     configure(spec.train.precision)
@@ -116,6 +118,29 @@ def read_linear(folder: Path, spec: Spec, codec: Codec, device: torch.device) ->
         return LinearPart.of(read_tensors(path), kind_of(spec), codec.vocabulary, device)
     except KeyError as error:
         raise RunError(f"{path} is damaged: it has no {error.args[0]}; pass a complete run folder") from error
+
+
+def _bands_of(run: Run, spec: Spec, codec: Codec) -> Bands | None:
+    """The bands of a run; None if it has none, or not yet for these weights."""
+    path = run.path / BANDS
+    if spec.task != "forecasting" or spec.data.bands is None or not path.is_file():
+        return None
+    saved = run.read_object(path.name)
+    if str(saved.get("step")) != weights_metadata(run.weights).get("step"):
+        return None
+    try:
+        return Bands.from_json(saved, spec.data.horizon, len(codec.forecast_columns))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is damaged ({error}); pass a complete run folder") from error
+
+
+def check_bands(saved: Saved) -> None:
+    """Refuse to forecast without the bands that were asked for."""
+    if saved.spec.task == "forecasting" and saved.spec.data.bands is not None and saved.task.bands is None:
+        raise RunError(
+            f"{saved.run.path} has no bands for its weights (data.bands): they are measured when training ends; train it to its end "
+            f"({option('resume')})"
+        )
 
 
 def _plan_for(plan_spec: PlanSpec, layers: int, workers: int) -> Plan:

@@ -36,7 +36,7 @@ def _chart(
     first, end = min(each.known for each in forecasts), max(each.known + len(each.truth_HC) for each in forecasts)
     begin = max(0, first - max(2, end - first))
     middle = 0 if quantiles is None else int(np.argmin(np.abs(np.array(quantiles) - 0.5)))
-    point = "forecast" if quantiles is None else f"quantile {quantiles[middle]:g}"
+    point = "forecast" if quantiles is None or forecasts[0].banded else f"quantile {quantiles[middle]:g}"
     curves, areas, x_ticks, free = list[Curve](), list[Area](), list[tuple[float, str]](), float(begin)
     for each in forecasts:
         # A forecast begins where its origin is, at a value that is known.

@@ -213,7 +213,7 @@ def _forecasts(saved: Saved, name: str, data: Sequences) -> Iterator[Chart]:
     table = series_of(getattr(spec, name) or spec.train, codec, saved.spec)
     rows_read = TargetReading.of(codec).part(whole(table), table)
     everything = Sequences(data.inputs, rows_read.starts, rows_read.lengths)
-    values = ForecastValues(table, everything, codec, spec)
+    values = ForecastValues(table, everything, codec, spec, saved.task.bands)
     few = _few(data, MOST_SEQUENCES * values.many)
     lasts = [int(length) - 1 for length in saved.task.part(name, few).view.lengths]
     made: dict[int, NDArray[np.float64]] = {}
@@ -244,8 +244,9 @@ def _forecast(saved: Saved, title: str, truth_R: NDArray[np.float64], times: Seq
     middle, areas, point = 0, list[Area](), "forecast"
     if levels is not None:
         low, high, middle = int(np.argmin(levels)), int(np.argmax(levels)), int(np.argmin(np.abs(np.array(levels) - 0.5)))
-        point = "median" if levels[middle] == 0.5 else f"quantile {levels[middle]:g}"
-        band = f"quantiles {levels[low]:g} to {levels[high]:g}"
+        bands = saved.task.bands
+        point = "forecast" if bands is not None else "median" if levels[middle] == 0.5 else f"quantile {levels[middle]:g}"
+        band = f"quantiles {levels[low]:g} to {levels[high]:g}" if bands is None else f"band of {bands.shares[-1]:g}"
         areas = (
             [Area(band, [(float(at), float(made_HQ[at - 1, low]), float(made_HQ[at - 1, high])) for at in ahead])] if low != high else []
         )

@@ -21,6 +21,7 @@ from carrywave.runs.tracking import FOLDER as TRACKING
 
 METRICS, TIMING, SNAPSHOTS, WEIGHTS = "metrics.jsonl", "timing.jsonl", "snapshots", "weights.safetensors"
 LINEAR = "linear.safetensors"  # the part of a model that is fitted before the network is trained
+BANDS = "bands.json"  # how far bands reach around forecasts, which is measured when training ends
 MADE = (
     METRICS,
     TIMING,
@@ -32,6 +33,7 @@ MADE = (
     "codec.json",
     "facts.json",
     LINEAR,
+    BANDS,
     SNAPSHOTS,
     launch_record.NOTE,
 )  # everything a run writes, except its weights, logs and owner file; without spec.yaml, what follows it is no run

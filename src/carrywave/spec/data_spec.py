@@ -10,7 +10,7 @@ from carrywave.spec.section import Positive, Section
 from carrywave.spec.signal_spec import AugmentSpec
 
 CalendarName = Literal["minute", "hour", "weekday", "weekend", "monthday", "yearday", "month", "quarter"]
-Transform = Literal["none", "log", "log1p"]
+Transform = Literal["none", "log", "log1p", "diff"]
 Distribution = Literal["none", "normal", "student_t", "negative_binomial", "poisson"]
 
 # What a model says of each value that it forecasts. The variance of a negative binomial is mean + dispersion · mean².
@@ -105,8 +105,8 @@ class DataSpec(Section):
     )
     transform: Transform = Field(
         "none",
-        description="forecasting: the targets are read and forecast as their logarithms (log; log1p: of 1 + value); forecasts are in the "
-        "units of the file again",
+        description="forecasting: what is forecast of the targets: their logarithms (log; log1p of 1 + value) or their changes from row to "
+        "row (diff); forecasts are in the units of the file again",
     )
     time: str | None = Field(
         None, description="the column of times; by default the one, or those, that make the rows of each series regular"
@@ -160,6 +160,11 @@ class DataSpec(Section):
         description="forecasting: quantiles to forecast, in increasing order; with data.distribution, those that are reported of it, by "
         "default 0.1, 0.5 and 0.9",
     )
+    bands: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
+        None,
+        description="forecasting of single values: bands around them that are to hold these shares of what comes, as [0.8, 0.95]; as "
+        "wide as the errors of the best weights on valid say",
+    )
     distribution: Distribution = Field(
         "none",
         description="forecasting: the model forecasts a distribution of each value, trained by its likelihood: normal; student_t, with "
@@ -187,7 +192,7 @@ class DataSpec(Section):
     )
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 
-    @field_validator("columns", "targets", "series", "known", "calendar", "categorical", "static", "quantiles", mode="before")
+    @field_validator("columns", "targets", "series", "known", "calendar", "categorical", "static", "quantiles", "bands", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
         """A single name or number where a list may stand is a list of one."""
@@ -228,6 +233,10 @@ class DataSpec(Section):
             not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
         ):
             raise ValueError(f"quantiles must increase, got {list(self.quantiles)}; list each once, from low to high")
+        if self.bands is not None:
+            self._check_bands(self.bands)
+        if self.quantiles is not None and self.transform == "diff":
+            raise ValueError("quantiles of changes do not add up to quantiles of values; use transform=none or log, or remove quantiles")
         try:
             "".encode("utf-8" if self.encoding == "auto" else self.encoding)  # refuses codecs that are not of text
         except LookupError:
@@ -254,8 +263,17 @@ class DataSpec(Section):
                 raise ValueError(f"split {list(self.split)} must be whole numbers of rows, or fractions below 1")
         return self
 
+    def _check_bands(self, bands: tuple[float, ...]) -> None:
+        if not bands or list(bands) != sorted(set(bands)):
+            raise ValueError(f"bands must increase, got {list(bands)}; list each once, from narrow to wide, as in [0.8, 0.95]")
+        other = "quantiles" if self.quantiles is not None else "distribution" if self.distribution != "none" else None
+        if other is not None:
+            raise ValueError(f"bands are put around single values, but data.{other} already says how values spread; remove one of them")
+
     def _check_distribution(self) -> None:
         kind = self.distribution
+        if self.transform == "diff":
+            raise ValueError(f"distribution={kind} of changes does not add up to one of values; use transform=none or log, or remove it")
         if not self.counts:
             return
         if self.transform != "none":

@@ -173,12 +173,14 @@ def _with(spec: Spec, batch: BatchSpec) -> Spec:
 def with_residual(spec: Spec) -> Spec:
     """The spec with a naive forecast in place of `auto`: the last season if there is one and the model has no linear part to find it.
 
-    A linear part starts from the last value.
+    A linear part starts from the last value. Differences have none to start from: that the last one will come again says little.
     """
     if spec.data.residual != AUTO or spec.task != "forecasting":
         return spec
-    # A difference is no count; what a linear part starts from, the head adds.
-    found = "none" if spec.data.counts else "season" if spec.data.season > 1 and not spec.model.linear else "last"
+    if spec.data.counts:
+        found = "none"  # a difference is no count; what a linear part starts from, the head adds
+    else:
+        found = "last" if spec.model.linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
     return spec.model_copy(update={"data": spec.data.model_copy(update={"residual": found})})
 
 

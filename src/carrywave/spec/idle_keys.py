@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from carrywave.spec.spec import Spec
 
-OF_SERIES = ("horizon", "season", "quantiles", "distribution", "known", "residual", "transform")
+OF_SERIES = ("horizon", "season", "quantiles", "bands", "distribution", "known", "residual", "transform")
 OF_LABELS = ("classification", "tagging")
 # (keys, where they act, that in words)
 WHERE: tuple[tuple[tuple[str, ...], Callable[[Spec], bool], str], ...] = (

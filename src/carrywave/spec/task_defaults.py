@@ -95,6 +95,7 @@ def _forecasting(spec: Spec) -> Sections:
     train: dict[str, Any] = {"lr": 2e-3} if data.levels is not None else {"lr": 2e-3, "loss": "mae"}
     train |= _decay(spec, 1e-3)
     model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
-    if data.residual in ("auto", "last"):
+    if data.residual in ("auto", "last") and data.transform != "diff":
         model["linear"] = PAST_STEPS
-    return {"data": {"channels": "independent", "scale": "auto", "standardize": "window"}, "model": model, "train": train}
+    scale = {"standardize": "window"} if data.transform != "diff" else {}
+    return {"data": {"channels": "independent", "scale": "auto", **scale}, "model": model, "train": train}

@@ -51,6 +51,8 @@ class Columns:
     unit_SC: Tensor  # size of one standardised unit, for each series and column; a single row is for all
     series: tuple[str, ...] = ()  # names of the series, if errors of each are wanted
     apart: bool = False  # each sequence is one column of a series: those of a series follow each other, in the order of `names`
+    summed: bool = False  # values are changes: the errors of steps add up to that of the data itself
+    whole: Slope | None = None  # the targets with those of weight 0, whose errors add up, too
     slope: Slope | None = None  # values are logarithms: by what e^error - 1 is multiplied in the data itself
 
 
@@ -280,7 +282,7 @@ class Errors:
             self._add(self.scaled_count_HC, (real_TBHC & (weight_BHC > 0)).to(torch.float64), at_B)
         if self.unit_SC is not None:
             unit_B = at_B if len(self.unit_SC) > 1 else torch.zeros_like(at_B)
-            self._add_in_units(error_TBHC, real_TBHC, unit_B, at_B, first_B)
+            self._add_in_units(error_TBHC, out_TBHC, real_TBHC, unit_B, at_B, first_B)
 
     def _add(self, sums_HC: Tensor, each_TBHC: Tensor, at_B: Tensor) -> None:
         """Add to sums by step and column; the column of a sequence follows from its number if it has only one."""
@@ -290,11 +292,18 @@ class Errors:
         column_BC = torch.nn.functional.one_hot(at_B % self.apart, self.apart).to(torch.float64)
         sums_HC += each_TBHC.sum((0, 3)).T @ column_BC
 
-    def _add_in_units(self, error_TBHC: Tensor, real_TBHC: Tensor, at_B: Tensor, sequence_B: Tensor, first_B: Tensor | None) -> None:
+    def _add_in_units(
+        self, error_TBHC: Tensor, out_TBHC: Tensor, real_TBHC: Tensor, at_B: Tensor, sequence_B: Tensor, first_B: Tensor | None
+    ) -> None:
         assert self.unit_SC is not None
         assert self.columns is not None
         standard_TBHC = error_TBHC
+        if self.columns.summed and self.columns.whole is not None:
+            assert first_B is not None
+            whole_TBHC = self.columns.whole(sequence_B, first_B, len(error_TBHC))
+            error_TBHC = torch.where(real_TBHC, error_TBHC, out_TBHC.to(torch.float64) - whole_TBHC)
         error_TBHC = error_TBHC * self.unit_SC[at_B][:, None]
+        error_TBHC = torch.where(real_TBHC, error_TBHC.cumsum(2), 0.0) if self.columns.summed else error_TBHC
         if self.columns.slope is not None:
             assert first_B is not None
             slope_TBHC = self.columns.slope(at_B, first_B, len(error_TBHC))

@@ -15,6 +15,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import History, Sequences, View
 from carrywave.data.tables.channels import LARGEST, LEAST, series_names
 from carrywave.data.tables.series import unseen_series
+from carrywave.data.tables.window_scale import WindowScale
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.data.text.tag_scheme import check_sequences, tags_of
 from carrywave.data.text.tokenizers import UNKNOWN
@@ -35,6 +36,7 @@ from carrywave.spec.model_spec import CHARACTER_EMBEDDING
 from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, ridge, views
+from carrywave.tasks.bands import BandErrors, Bands
 from carrywave.tasks.baselines import LAGS, LINEAR_METRICS, BaselineErrors, baselines, line_of, without_season
 from carrywave.tasks.distribution_metrics import DistributionErrors
 from carrywave.tasks.first_weights import first_rare, set_first_weights
@@ -72,6 +74,7 @@ class Task:
     own_model: bool = False  # the network is the user's: the spec does not say how often it answers
     line: ridge.Ridge | None = None  # forecasting: fitted to train, to compare with; None if train is not at hand
     linear: LinearPart | None = None  # classification and regression: the fitted part whose answers are mixed with the network's
+    bands: Bands | None = None  # forecasting: what lies around single values
 
     @staticmethod
     def of(spec: Spec, codec: Codec, facts: DataFacts, train: Sequences) -> Task:
@@ -277,16 +280,16 @@ class Task:
 
     @property
     def levels(self) -> tuple[float, ...] | None:
-        """The quantiles that a forecast has; None: forecasts are single values."""
-        return self.spec.data.levels
+        """The quantiles that a forecast has, those that the ends of bands stand for included; None: forecasts are single values."""
+        return self.spec.data.levels if self.bands is None else self.bands.levels
 
     def meter(self, device: torch.device, part: Part, *, by_series: bool = False, tops: Sequence[int] = ()) -> metrics.Metric | None:
         """Create an empty metric for one pass over a part; `by_series`: forecasts are scored for each series, too. `tops` as in
         `metrics.for_task`.
         """
         if part.kept:
-            shape = self.spec.data.horizon, self.facts.outputs
-            return KeptForecasts(part.view, *shape, device)
+            shape = self.spec.data.horizon, self.facts.outputs, len(self.codec.channels)
+            return KeptForecasts(part.view, *shape, device, self._deviation(part.data, self.spec.scale_steps, device))
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit: Tensor | None = None
         columns: metrics.Columns | None = None
@@ -301,15 +304,31 @@ class Task:
             units = torch.from_numpy(np.ascontiguousarray(part.data.units[:, list(self.codec.targets)]))
             series = series_names(part.data.names or (), channels) if by_series else ()
             slope = self._slope(part.data, device) if self.codec.transform in LEAST else None
-            columns = metrics.Columns(names, units, series, apart=bool(channels), slope=slope)
+            summed = self.codec.transform == "diff"
+            whole = self._targets(part, device) if summed and part.view.weights_at is not None else None
+            columns = metrics.Columns(names, units, series, apart=bool(channels), summed=summed, whole=whole, slope=slope)
             if self.spec.data.distribution != "none":
                 sizes = self._future(part.data, device) if self.codec.transform == "none" else None
                 return DistributionErrors(self.spec.data, self.facts.outputs, change, device, columns, sizes)
+            if self.bands is not None:
+                deviation = self._deviation(part.data, self.bands.steps, device)
+                return BandErrors(self.spec.data, self.facts.outputs, change, device, columns, self.bands, deviation)
         weighted = part.view.weights is not None or part.view.weights_at is not None
         if self.spec.task == "tagging" and not self.spec.data.multi_label and tags_of(self.facts.labels) is not None:
             weighted, chosen = weighted or self.spec.train.class_weights is not None, self.spec.model.crf is True
             return TagConfusion(self.facts.labels, part.data, device, tops, weighted=weighted, chosen=chosen)
         return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops, weighted=weighted)
+
+    def _targets(self, part: Part, device: torch.device) -> metrics.Slope:
+        """The targets of rows, whatever their weight."""
+        at, starts, last = part.view.targets_at, part.data.starts, len(part.data.inputs) - 1
+        assert at is not None
+
+        def targets(at_B: Tensor, first_B: Tensor, steps: int) -> Tensor:
+            rows_TB = starts[at_B.cpu().numpy()] + first_B.cpu().numpy() + np.arange(steps)[:, None]
+            return torch.from_numpy(at(np.minimum(rows_TB, last))).to(device, torch.float64)
+
+        return targets
 
     def _slope(self, data: Sequences, device: torch.device) -> metrics.Slope:
         """What errors of logarithms are multiplied by in the data itself: its values, for log1p 1 more."""
@@ -331,6 +350,19 @@ class Task:
             return torch.from_numpy(values_TBHC * std_SC[at][:, None] + mean_SC[at][:, None]).to(device)
 
         return future
+
+    def _deviation(self, data: Sequences, steps: int, device: torch.device) -> metrics.Slope | None:
+        """The deviation of the last values at each row, in standardised units, the same for all steps ahead; None without `steps`."""
+        if not steps:
+            return None
+        scale = WindowScale(data, np.array(self.codec.targets), steps)
+
+        def deviation(at_B: Tensor, first_B: Tensor, steps: int) -> Tensor:
+            at, first = at_B.cpu().numpy(), first_B.cpu().numpy()
+            rows_TB = data.starts[at] + np.minimum(first + np.arange(steps)[:, None], data.lengths[at] - 1)
+            return torch.from_numpy(scale(rows_TB)[1]).to(device, torch.float64)[:, :, None]
+
+        return deviation
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""

@@ -28,7 +28,7 @@ from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError, UserError, option
 from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
 from carrywave.prediction.outputs import Outputs
-from carrywave.prediction.saved_run import Saved, codec_of, files_of, open_run
+from carrywave.prediction.saved_run import Saved, check_bands, codec_of, files_of, open_run
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.load import load_own
@@ -58,12 +58,15 @@ class OriginForecast:
     naive_HC: Reals
     unit_C: Reals  # of a standardised value
     change_C: Reals  # seasonal change within train, in standardised units; 0: unknown
+    last_C: Reals  # the values in the last row that was known
     transform: str = "none"  # what was standardised of the values
     counted_HC: NDArray[np.bool_] | None = None  # targets that are there and whose weight is not 0 (`data.weight`); None: all
+    banded: bool = False  # what stands for the quantile 0.5 is the forecast, between the ends of its bands
 
     def standard(self, values_HCX: Reals) -> Reals:
         """Values [H, C, …] in standardised units, up to a constant that is the same for all."""
-        return forward(values_HCX, self.transform) / self.unit_C[(slice(None), *(None,) * (values_HCX.ndim - 2))]
+        beyond = (None,) * (values_HCX.ndim - 2)
+        return forward(values_HCX, self.transform, self.last_C[(None, slice(None), *beyond)]) / self.unit_C[(slice(None), *beyond)]
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Backtest:
     folder: Path  # of the run, or of the runs of all origins
     table: Table
     columns: tuple[str, ...]
-    quantiles: tuple[float, ...] | None
+    quantiles: tuple[float, ...] | None  # 0.5 among those of bands is the forecast itself
     rolling: Rolling
     forecasts: list[OriginForecast]
     scores: list[Score]
@@ -104,6 +107,7 @@ def backtest_run(path: Path | str, data: Any, options: RollingOptions, device: s
     world = join(device)
     with raise_on_all(world, no_timeout=True):
         saved = open_run(path, device, world=world)
+        check_bands(saved)
         spec, codec = saved.spec, saved.task.codec
         _check(spec, str(path))
         source = spec.data.train if data is None else data
@@ -194,7 +198,7 @@ def forecast(saved: Saved, table: Table, origins: Origins, wanted: Sequence[int]
         outs = outputs.of(data)
         if not outs:
             continue
-        values = ForecastValues(past, data, codec, spec)
+        values = ForecastValues(past, data, codec, spec, saved.task.bands)
         places, many = values.places, values.many
         seasonal = Naive(
             Sequences(past.values, past.starts, past.lengths), np.array(places), origins.rolling.horizon, spec.season, "season"
@@ -214,8 +218,10 @@ def forecast(saved: Saved, table: Table, origins: Origins, wanted: Sequence[int]
                     seasonal(past.starts[place] + known_1 - 1)[0],
                     values.unit(place),
                     change_SC[place],
+                    values.last(place, known_1)[0],
                     codec.transform,
                     _counted(table, came, places),
+                    values.bands is not None,
                 )
             )
     return sorted(made, key=lambda each: (each.series, each.origin))
@@ -247,7 +253,7 @@ def rows_of(found: Backtest) -> Iterator[Row]:
         origin, times = times_of(table, each)
         named: Row = table.fields(each.series) or ({"series": table.names[each.series]} if len(table.names) > 1 else {})
         quantiles = found.quantiles
-        names = ["forecast"] if quantiles is None else [f"q{q:g}" for q in quantiles]
+        names = ["forecast"] if quantiles is None else ["forecast" if each.banded and q == 0.5 else f"q{q:g}" for q in quantiles]
         for step, when in enumerate(times):
             for place, column in enumerate(found.columns):
                 row = {**named, "origin": origin, table.time or "row": when, "step": step + 1, "column": column}
@@ -285,6 +291,7 @@ def _score(
     figures: dict[str, float] = {"forecasts": len(group)}
     if not real_NHC.any():
         return figures
+    # Differences are taken before steps are picked, so numbers are standardised whole.
     truth_E, naive_E, forecast_EQ = of(lambda each: each.truth_HC), of(lambda each: each.naive_HC), of(lambda each: each.forecast_HCQ)
     standard_E, season_E = of(lambda each: each.standard(each.truth_HC)), of(lambda each: each.standard(each.naive_HC))
     made_EQ = of(lambda each: each.standard(each.forecast_HCQ))

@@ -107,6 +107,7 @@ def _evaluate_best(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
         reached["valid"] = dict(loop.state.best)
         found = held_out.look(loop)
         best = found.of_head(best)
+        reached["valid"] |= found.within or {}
         if (choose_share(loop) or found.share < 1.0) and loop.parts.valid is not None:
             reached["valid"] = mixed = loop.evaluate(loop.parts.valid, weights_step=loop.state.weights_step)
             loop.callbacks.on_evaluation(lambda: loop.moment("valid", mixed))

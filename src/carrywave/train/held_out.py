@@ -1,5 +1,5 @@
 """What forecasts of the best weights on valid say about all later ones, once training ends: how much of what the model adds to the last
-value counts.
+value counts, and how far bands reach (`data.bands`).
 
 On a series without anything to learn, such as a random walk, what a trained model adds is noise, and the last value is better. So what it
 adds stays as it is where it is surely better than nothing; elsewhere only as much of it counts as is, which may be none. The head is linear
@@ -17,15 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from carrywave.errors import SpecError
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.model import Model
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.world import from_rank_0, raise_on_all
 from carrywave.prediction.evaluation import evaluate
 from carrywave.runs.checkpoint.snapshot import weights_metadata
+from carrywave.runs.run_place import BANDS
+from carrywave.spec.spec import Spec
+from carrywave.tasks.bands import fitting, within_own
 from carrywave.tasks.kept_forecasts import KeptForecasts
 from carrywave.tasks.metrics import Metric
-from carrywave.train.evaluations import leave_if_asked
+from carrywave.train.evaluations import DataParts, leave_if_asked
 from carrywave.train.loop import Loop
 
 SHARES = tuple(tenth / 10 for tenth in range(11))  # of what the model adds
@@ -40,26 +44,39 @@ class Found:
 
     share: float = 1.0  # of what the model adds to the last value
     anew: bool = False  # chosen now: weights that were read before have the whole
+    within: Mapping[str, float] | None = None  # how much of valid lies within the bands: by their making, what was asked for
 
     def of_head(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return weights that were read before, with the share of those of the head."""
         return {name: tensor * self.share if self.anew and name.startswith(HEAD) else tensor for name, tensor in named.items()}
 
 
+def check(spec: Spec, parts: DataParts) -> None:
+    """Refuse bands that nothing can be measured on, before anything is trained."""
+    if spec.task == "forecasting" and spec.data.bands is not None and parts.valid is None:
+        raise SpecError("data.bands are measured on valid, and there is none; set data.valid, data.share or data.split, or remove them")
+
+
 def look(loop: Loop) -> Found:
-    """Choose the share, with the best weights in place, and write it into the run."""
-    if not _adds_to_the_last_value(loop) or loop.parts.valid is None:
-        return Found()
-    chosen = _chosen_before(loop)
-    if chosen is not None:
-        return Found(chosen)
+    """Choose the share and measure the bands, with the best weights in place, and write both into the run."""
+    spec = loop.spec
+    chosen = _chosen_before(loop) if _adds_to_the_last_value(loop) else 1.0
+    if spec.task != "forecasting" or loop.parts.valid is None or (chosen is not None and spec.data.bands is None):
+        return Found(1.0 if chosen is None else chosen)
     kept = _kept(loop)
-    share = 1.0 if kept is None else choose(kept, squares=loop.spec.train.loss == "mse")
-    if share < 1.0:
+    if kept is None:
+        if spec.data.bands is not None:
+            loop.watch.say("there are no bands: the model's head does not give a single value for each target")
+        return Found()
+    share = choose(kept, squares=spec.train.loss == "mse") if chosen is None else chosen
+    anew = chosen is None and share < 1.0
+    if anew:
         _take(loop, share)
+        kept.out_NHC *= share
+    if share < 1.0:
         fact = "what the model adds to the last value is not surely better than nothing"
         loop.watch.say(f"valid: {fact}, so {f'{share:.0%} of it counts' if share else 'the last value answers alone'}")
-    return Found(share, anew=share < 1.0)
+    return Found(share, anew, None if spec.data.bands is None else _measured(loop, spec.data.bands, kept))
 
 
 def choose(kept: KeptForecasts, *, squares: bool) -> float:
@@ -123,3 +140,14 @@ def _take(loop: Loop, share: float) -> None:
     named = trainer.gathered(each_once=True)
     with raise_on_all(trainer.mesh.world, same_message=True, no_timeout=True):
         loop.folder.write_weights(named, step, share)
+
+
+def _measured(loop: Loop, shares: tuple[float, ...], kept: KeptForecasts) -> Mapping[str, float]:
+    errors_NH = kept.errors(summed=loop.spec.data.transform == "diff")
+    deviations_N = kept.deviations()
+    bands = fitting(shares, errors_NH, deviations_N, loop.spec.scale_steps)
+    loop.task = replace(loop.task, bands=bands)
+    with raise_on_all(loop.trainer.mesh.world, same_message=True):
+        loop.folder.write_json(BANDS, bands.to_json() | {"step": loop.state.weights_step})
+    loop.watch.say(bands.said())
+    return within_own(bands, errors_NH, deviations_N)

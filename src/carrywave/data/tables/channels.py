@@ -5,8 +5,8 @@ With independent channels there is one global model for all columns of a wide ta
 columns a and b becomes the series s/a and s/b, next to each other, each with a single target column, `value`, and a copy of all covariates.
 What a person sees are the columns of the file: forecasts are put together again.
 
-`data.transform` forecasts logarithms of values, which suit positive ones that grow by factors. It is applied before values are
-standardised, and undone in forecasts.
+`data.transform` forecasts logarithms of values, which suit positive ones that grow by factors, or their changes from row to row. It is
+applied before values are standardised, and undone in forecasts.
 """
 
 from __future__ import annotations
@@ -120,10 +120,14 @@ def transformed(table: Table, columns: tuple[str, ...], kind: str) -> Table:
     """Return the table with some of its columns transformed; refuse a value that has no logarithm."""
     if kind == "none":
         return table
-    remedy = f"use data.transform={'log1p or ' * (kind == 'log')}none, or correct it"
-    _check(table, columns, lambda own: own <= LEAST[kind], f"{kind} needs values above {LEAST[kind]:g}; {remedy}")
+    if kind in LEAST:
+        remedy = f"use data.transform={'log1p or ' * (kind == 'log')}none, or correct it"
+        _check(table, columns, lambda own: own <= LEAST[kind], f"{kind} needs values above {LEAST[kind]:g}; {remedy}")
     places, values = [table.columns.index(column) for column in columns], table.values.copy()
-    values[:, places] = forward(values[:, places], kind)
+    changed = forward(values[:, places], kind, values[:1, places])
+    if kind == "diff":
+        changed[table.starts] = 0.0  # the first row of a series
+    values[:, places] = changed
     return replace(table, values=values)
 
 
@@ -149,15 +153,19 @@ def _check(table: Table, columns: tuple[str, ...], wrong: Callable[[NDArray[np.f
     raise DataError(f"{table.name}: {at}{of}, column {columns[place]} is {values[row, place]:g}, and {why}")
 
 
-def forward(values: NDArray[Any], kind: str) -> NDArray[np.float64]:
-    """Transform values."""
+def forward(values: NDArray[Any], kind: str, last: NDArray[Any]) -> NDArray[np.float64]:
+    """Transform values [rows, …]; `last` [1, …] is the row before the first, from which it differs."""
     values = np.asarray(values, np.float64)
+    if kind == "diff":
+        return np.diff(values, axis=0, prepend=np.broadcast_to(last, (1, *values.shape[1:])))
     result: NDArray[np.float64] = np.log(values) if kind == "log" else np.log1p(values) if kind == "log1p" else values
     return result
 
 
-def backward(values: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
-    """Undo `forward`."""
+def backward(values: NDArray[np.float64], kind: str, last: NDArray[Any]) -> NDArray[np.float64]:
+    """Undo `forward`: transformed values [rows, …] that follow the row `last` [1, …] of the file."""
+    if kind == "diff":
+        return np.asarray(last + np.cumsum(values, axis=0), np.float64)
     small = np.minimum(values, LARGEST)
     result: NDArray[np.float64] = np.exp(small) if kind == "log" else np.expm1(small) if kind == "log1p" else values
     return result

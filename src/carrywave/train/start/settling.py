@@ -23,6 +23,7 @@ from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import in_model_dtype
 from carrywave.step.precision import not_made_for_bf16, settled
 from carrywave.tasks.task import Task
+from carrywave.train import held_out
 from carrywave.train.evaluations import DataParts
 from carrywave.train.start.linear_start import linear_part
 from carrywave.train.start.opening import Start
@@ -84,6 +85,7 @@ def settle(start: Start, opened: tuple[Prepared, Mapping[str, str]]) -> Ready:
             None if prepared.valid is None else task.part("valid", prepared.valid),
             None if prepared.test is None else task.part("test", prepared.test),
         )
+        held_out.check(spec, parts)
         order = order_for(spec, parts.train.view, training=True)
     reasons = tuple(why for why in (why_precision, why_crf) if why is not None)
     return Ready(spec, prepared, files, task, parts, order, own, not unfit, reasons)
