@@ -194,7 +194,7 @@ def test_a_file_of_weighted_series_is_cached(tmp_path: Path) -> None:
 
 def test_weights_follow_series_times_and_channels() -> None:
     """Rows are sorted, missing ones are filled in with the weight before, and each column is a series of its own."""
-    frame = pd.concat([frame_of(unique_id=name, z=1.0) for name in "ba"]).iloc[::-1]
+    frame = pd.concat([frame_of(unique_id=name, z=range(12)) for name in "ba"]).iloc[::-1]
     frame = frame[~((frame.unique_id == "a") & (frame.ds == 5))]
     data = {**FORECASTS, "missing": "forward", "channels": "independent", "frequency": 1}
     found = from_python(frame, spec_of("forecasting", data=data)).train

@@ -34,6 +34,7 @@ ALIKE = 0.9  # of the lines have the usual number of cells
 COMMENTS = re.compile(rb"(?:sep=(?P<sep>.)\r?\n)?(?:(?:[#%][^\n]*|[ \t]*)\r?\n)*")
 WRAPPED = re.compile(rb'(?:"(?:[^"\n]|"")*[,;\t](?:[^"\n]|"")*"\r?(?:\n|$))+')
 SINGLE = re.compile(rb"(?:^|[,;\t])'[^']*'(?=[,;\t]|$)")  # around cells
+YEAR = re.compile(r"\s*(1[5-9]|20|21)\d\d\s*")
 MOST_WORDS = 8  # of a name; with more it is a text, as in AG News
 
 Lines = list[str]
@@ -197,8 +198,11 @@ def has_header(rows: Sequence[Sequence[str]]) -> bool:
         return True  # times, a column each
     if any(not cell and all(column) for cell, column in zip(head, later, strict=True)):
         return True  # the column without a name has those of the rows
-    if _above_values(head, later):
+    above = _above_values(head, later)
+    if sum(above) > len(above) / 2:
         return True
+    if above and not any(above) and not all(YEAR.fullmatch(cell) for cell in filled if NUMBER.fullmatch(cell)):
+        return False  # numbers above numbers
     if 2 * valued > len(filled) or any(len(cell.split()) > MOST_WORDS for cell in head):
         return False
     return not any(
@@ -207,14 +211,13 @@ def has_header(rows: Sequence[Sequence[str]]) -> bool:
     )
 
 
-def _above_values(head: Sequence[str], later: Sequence[Sequence[str]]) -> bool:
-    """True if words stand above numbers or dates in most of the columns that hold some."""
-    above = [
+def _above_values(head: Sequence[str], later: Sequence[Sequence[str]]) -> list[bool]:
+    """Of each column that holds numbers or dates, whether something else stands above them."""
+    return [
         not (NUMBER.fullmatch(cell) or DATE.fullmatch(cell))
         for cell, column in zip(head, later, strict=True)
         if any(column) and all(_is_value(each) for each in column if each)
     ]
-    return sum(above) > len(above) / 2
 
 
 def _is_value(cell: str) -> bool:

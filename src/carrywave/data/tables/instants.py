@@ -30,7 +30,7 @@ NAMES = re.compile(  # of columns that may hold times as plain numbers
     r"|.*date(?!a|d|s?et).*|.*time.*|.*(year|yr|epoch)|(year|.*_|iso)_?week|unix.*|valid_from|as_of|index)",
     re.IGNORECASE,
 )
-COUNTED = re.compile(r"ds|t|time|step|period|index|time_idx|year", re.IGNORECASE)
+COUNTED = re.compile(r"ds|t|time([ _]?(point|idx|index|step))?|step|period|index|year", re.IGNORECASE)
 MONTHS = {"jan": 1, "feb": 2, "mar": 3, "apr": 4, "may": 5, "jun": 6, "jul": 7, "aug": 8, "sep": 9, "oct": 10, "nov": 11, "dec": 12}
 PARTS = {  # of times, and what columns that hold them are called
     "year": ("year", "yr", "jahr", "yyyy"),
@@ -273,7 +273,7 @@ def _spread(values: pd.Series, codes: Any, index: pd.Index) -> pd.Series:
 
 def calendar_parts(frame: pd.DataFrame) -> tuple[pd.Series, list[str]] | None:
     """Put times together from columns of their parts, and name these: year, month, day, hour; a date and an hour; Date and Time."""
-    if (made := _of_year_and(frame)) is not None:
+    if (made := _of_year_and(frame, digits=4)) is not None:
         return made
     clock = next(((name, since) for name in frame if (since := _clock(frame[name])) is not None), None)
     for name in frame.columns if clock is not None else ():
@@ -281,7 +281,7 @@ def calendar_parts(frame: pd.DataFrame) -> tuple[pd.Series, list[str]] | None:
         ways = [way for way in dates if (way.times.dropna() == way.times.dropna().dt.normalize()).all()]
         if clock is not None and ways and ways[0].times.dropna().duplicated().any():
             return most_regular([Instants(way.times + clock[1]) for way in ways]).times, [name, str(clock[0])]
-    return None
+    return _of_year_and(frame, digits=2)
 
 
 def _clock(column: pd.Series) -> pd.Series | None:
@@ -307,7 +307,8 @@ def _clock(column: pd.Series) -> pd.Series | None:
     return pd.to_timedelta(seconds, unit="s") if hour.dropna().le(24).all() else None
 
 
-def _of_year_and(frame: pd.DataFrame) -> tuple[pd.Series, list[str]] | None:
+def _of_year_and(frame: pd.DataFrame, *, digits: int) -> tuple[pd.Series, list[str]] | None:
+    """Times from a year, written with so many digits, and a month or quarter, and whatever parts there are beside these."""
     named = {
         part: name
         for name in frame.columns[::-1]  # the first of several
@@ -318,11 +319,13 @@ def _of_year_and(frame: pd.DataFrame) -> tuple[pd.Series, list[str]] | None:
     if not {*used} <= named.keys() or "year" not in named:
         return None
     values: dict[str, Any] = {part: _numbers(frame[named[part]]) for part in used}
-    if not values["year"].dropna().between(FIRST_YEAR, LAST_YEAR).all():
+    if not values["year"].dropna().between(*((FIRST_YEAR, LAST_YEAR) if digits == 4 else (0, 99))).all():
         return None
+    values["year"] = values["year"] if digits == 4 else values["year"] + 1900
     if "quarter" in values:
         values["month"] = values.pop("quarter") * 3 - 2
     times = pd.to_datetime(pd.DataFrame({"day": 1, **values}), errors="coerce")
+    times = times if digits == 4 else _in_one_century(times)
     return (times, [named[part] for part in used]) if times.notna().mean() > MOSTLY else None
 
 

@@ -25,10 +25,11 @@ from carrywave.errors import DataError
 
 SERIES_NAME = "unique_id"  # what others' forecasters call it: a name of series even where there is only one
 TIME = "time"  # the name of times that are put together from several columns, or from the headers of a wide table
-COUNTERS = re.compile(r"unnamed: 0|rownames?|row|id|index|instant|no\.?|nr\.?|obs|observation|#|", re.IGNORECASE)
+COUNTERS = re.compile(r"unnamed: 0|rownames?|row([ _]?(id|no|number))?|id|index|instant|no\.?|nr\.?|obs|observation|#|", re.IGNORECASE)
 CALENDAR = re.compile(r"(year|yr|month|mnth|quarter|week|day|hour|hr|minute|season|holiday|weekday|dayofweek).*", re.IGNORECASE)
 MOST_SERIES_COLUMNS = 3
 MOST_REPEATS = 0.01  # of the rows of series may have the time of another: a mistake in the file
+LEAST_OF_SERIES = 3  # rows of a series on average; fewer tell nothing of its times, and any list of things would be one of series
 MOST_TRIED = 8  # columns that may name series
 MOST_NUMBERED = 2000  # series named by numbers
 MOST_SPARSE = 8  # combinations of values and times for each row
@@ -131,9 +132,9 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     reading = TableReading(
         frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes), columns
     )
-    still = _still(reading) - choice.asked if series and not choice.trained and not choice.each_step else set()
-    if still < set(numbers):
-        told = dict.fromkeys((column for column in numbers if column in still), "one value in each series; data.static")
+    still = {} if choice.trained or choice.each_step else _still(reading, choice.asked)
+    if still.keys() < set(numbers):
+        told = {column: still[column] for column in numbers if column in still}
         reading = replace(reading, numbers=tuple(column for column in numbers if column not in still), left=left | told)
     if way is not None and way.instants.day_first is not None and not choice.trained:
         first = "day" if way.instants.day_first else "month"
@@ -202,7 +203,7 @@ def _best(frame: pd.DataFrame, name: str, choice: ColumnChoice, columns: _Column
             regular, full = _regularity(frame, instants, series, columns)
             way = _Way(column, instants, tuple(series), regular, full, told_apart=repeats == 0)
             if series and choice.series is None and not regular:  # what tells rows apart so may be values
-                if repeats == 0 and all(_stands_together(frame[label]) for label in series):
+                if repeats == 0 and len(series) == 1 and _stands_together(frame[series[0]]):
                     uneven = uneven or way
                 continue
             if repeats > 0:
@@ -262,7 +263,7 @@ def _series(
         if column == time or (CALENDAR.fullmatch(column.strip()) if number else columns.ways(frame, column)):
             continue  # other times name no series
         codes, values = columns.codes(frame, column)
-        if 1 < len(values) <= rows / 2 and not (number and len(values) > MOST_NUMBERED):
+        if 1 < len(values) <= rows / LEAST_OF_SERIES and not (number and len(values) > MOST_NUMBERED):
             able[column] = codes if present.all() else codes[present]
     place = {column: number for number, column in enumerate(frame.columns)}
     order = sorted(able, key=lambda column: (pd.api.types.is_numeric_dtype(frame[column]), place[column]))[:MOST_TRIED]
@@ -270,6 +271,8 @@ def _series(
     for size in range(1, MOST_SERIES_COLUMNS + 1):
         for chosen in itertools.combinations(order, size):
             joined = moments
+            if len(chosen) > 1 and pd.Series(columns.joined(frame, chosen)).nunique() > len(frame) / LEAST_OF_SERIES:
+                continue
             for column in chosen:
                 joined = joined * len(columns.codes(frame, column)[1]) + able[column]
             few = int(joined.max()) <= MOST_SPARSE * rows  # then counting is faster than hashing
@@ -296,10 +299,9 @@ def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnCh
         if choice.repeats is None:
             row = whole.index[repeated][0]
             label = "/".join(str(frame.loc[row, column]) for column in way.series)
-            why = f" in series {label}; set" if way.series else ", and no column tells the series apart; set data.series, or"
-            raise DataError(
-                f"{name}: row {int(row) + 1}, column {way.name} repeats {frame.loc[row, way.name]}{why} data.repeats=mean, first or last"
-            )
+            why = f" in series {label}; set" if way.series else ", and no column tells the series apart; set data.series,"
+            remedy = "data.repeats=mean, first or last, or data.frequency=none, which takes rows in their order"
+            raise DataError(f"{name}: row {int(row) + 1}, column {way.name} repeats {frame.loc[row, way.name]}{why} {remedy}")
         notes.append(f"{name}: {int(repeated.sum())} repeated times are read once (data.repeats={choice.repeats})")
         how = {column: choice.repeats for column in frame.columns if column not in keys}
         if choice.repeats == "mean":
@@ -331,21 +333,23 @@ def _why_not(values: pd.Series, column: str, times: pd.Series | None, *, asked: 
     return "only orders the rows" if NAMES.fullmatch(column.strip()) and values.is_monotonic_increasing and values.is_unique else ""
 
 
-def _still(reading: TableReading) -> set[str]:
-    """The columns that differ between series and never change within one: numbers of shops, areas of countries."""
+def _still(reading: TableReading, asked: frozenset[str]) -> dict[str, str]:
+    """The columns that nobody asked for and that never change, or only between series, as areas of countries do; and why they are left."""
     codes, _ = codes_of(reading)
     starts = np.unique(codes, return_index=True)[1]
-    cells = {column: reading.frame[column].to_numpy(np.float64, na_value=np.nan) for column in reading.numbers}
-    return {
-        column
-        for column, values in cells.items()
-        if (values[starts] != values[0]).any() and not (values != values[starts][codes]).any() and len(starts) < len(codes)
-    }
+    still: dict[str, str] = {}
+    for column in [column for column in reading.numbers if column not in asked] if len(starts) < len(codes) else []:
+        values = reading.frame[column].to_numpy(np.float64, na_value=np.nan)
+        if (values == values[0]).all():
+            still[column] = "one value throughout"
+        elif len(starts) > 1 and (values[starts] != values[0]).any() and not (values != values[starts][codes]).any():
+            still[column] = "one value in each series; data.static"
+    return still
 
 
 def _counts(values: pd.Series, *, unnamed: bool) -> bool:
     """True if a column numbers the rows; what has no name does so in any order."""
-    in_turn = unnamed or (values.iloc[0] in (0, 1) and bool((values.diff().dropna() == 1).all()))
+    in_turn = unnamed or bool((values.diff().dropna() == 1).all())
     return pd.api.types.is_integer_dtype(values) and in_turn
 
 
