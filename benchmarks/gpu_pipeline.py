@@ -63,7 +63,7 @@ TRAIN = {"optimizer": "adam", "lr": LR, "clip": CLIP}
 OF_FALL, OF_LOSS = 0.1, 2e-3
 DDP = "DDP"
 SCHEDULERS = {
-    "sequential": schedules.sequential,
+    "sequential": lambda stages, chunks, *, backward=True, weights=True: schedules.gpipe(stages, 1, backward=backward),
     "gpipe": lambda stages, chunks, *, backward=True, weights=True: schedules.gpipe(stages, len(chunks), backward=backward),
     "wavefront": schedules.wavefront,
 }

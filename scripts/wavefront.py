@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from carrywave.plan.schedule.schedule import Schedule, bubble, durations, gpipe, name, sequential, start_times, wavefront
+from carrywave.plan.schedule.schedule import Schedule, bubble, durations, gpipe, name, start_times, wavefront
 
 DOCS = Path(__file__).parents[1] / "docs"
 STAGES, CHUNKS, MICRO_BATCHES = 4, 8, 4
@@ -97,7 +97,7 @@ def legend(entries: list[tuple[str, str]], top: int) -> list[str]:
 def step() -> str:
     """A step of the same model and batch, three times, on one time axis."""
     rows = [
-        ("Layers on four devices, one after the other", sequential(STAGES, 1), 1),
+        ("Layers on four devices, one after the other", gpipe(STAGES, 1), 1),
         (f"GPipe: the batch in {MICRO_BATCHES} micro-batches", gpipe(STAGES, MICRO_BATCHES), MICRO_BATCHES),
         (f"Wavefront: the window in {CHUNKS} chunks, the batch whole", wavefront(STAGES, CHUNKS), CHUNKS),
     ]

@@ -170,4 +170,4 @@ def test_it_is_planned_by_its_own_products(cell: str) -> None:
     assert other.units[1].carry * 2 == lstm.units[1].carry
     assert other.units[1].kept < lstm.units[1].kept
     costs = [UnitCosts(units, machine(), 1)(1, 32, 32).all for units in (other, lstm)]
-    assert costs[0] < costs[1] + 1e-3  # fewer gates, and what no kernel of ours runs is launched at every step
+    assert costs[0] < costs[1]  # fewer gates

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +80,6 @@ def test_it_says_all_that_was_asked(work: Path) -> None:
     assert f"{known['tokens_per_second']:,.0f} tokens/s" in out
     assert f"{known['bubble']:.1%} of the devices' time" in out
     assert f"efficiency  {known['efficiency']:.1%}" in out
-    assert "transport   messages and sums over gloo\n" in out  # the made-up machine has no CUDA graphs, so no GPUs
-    assert (known["transport"], known["recorded"]) == ({"messages": "gloo", "sums": "gloo"}, "")
     assert all(each["why"] in out for each in known["alternatives"])
     assert len(known["alternatives"]) >= 3
     assert lines[3].startswith("All times are predicted, from figures whose error is not known; ")
@@ -115,11 +112,7 @@ def test_a_plan_that_the_spec_asks_for_is_predicted_and_compared() -> None:
     assert known["asked"]
     assert known["choice"] == "2 stages, chunks of 16 steps"
     assert f"{known['choice']}: requested; the planner would choose" in out
-    assert known["alternatives"][0]["why"].startswith("the planner's choice: faster by ")
-
-
-def test_a_kernel_alone_is_no_plan() -> None:
-    assert "asked for" not in planned(*SMALL, *GIVEN, "--devices", "2", "plan.kernel=aten")
+    assert known["alternatives"][0]["why"].startswith("faster by ")
 
 
 def test_with_no_spec_it_plans_the_default_run() -> None:
@@ -140,9 +133,7 @@ def test_all_devices_are_used_where_that_is_asked_for() -> None:
 def test_growth_with_devices() -> None:
     out = planned(*SMALL, *GIVEN, "--scale", "--json", "scale.json")
     known = json.loads(Path("scale.json").read_text())
-    assert [point["devices"] for point in known["scale"]] == [2**n for n in range(13)]
-    first = known["scale"][0]
-    assert first["device_seconds_per_million_tokens"] == pytest.approx(1e6 / first["tokens_per_second"])
+    assert [point["devices"] for point in known["scale"]] == [2**n for n in range(9)]
     assert out.splitlines()[-1] == known["why"]
     assert "do not pay" in known["why"]
     assert len(planned(*SMALL, *GIVEN, "--scale", "--devices", "4").splitlines()) == 1 + 3 + 1
@@ -153,7 +144,7 @@ def test_growth_ends_with_the_host_where_no_link_is_known() -> None:
     out = planned(*SMALL, "--profile", "alone.json", "--facts", "vocabulary=50", "--scale")
     assert out.splitlines()[-1].endswith("pass a cluster file with `between`.")
     write("c.yaml", "devices: 2\nprofile: alone.json\nbetween: ethernet-10g\n")
-    assert len(planned(*SMALL, "--facts", "vocabulary=50", "--scale", "--cluster", "c.yaml").splitlines()) == 1 + 13 + 1
+    assert len(planned(*SMALL, "--facts", "vocabulary=50", "--scale", "--cluster", "c.yaml").splitlines()) == 1 + 9 + 1
 
 
 def test_a_cluster_is_read_from_a_file() -> None:
@@ -161,7 +152,7 @@ def test_a_cluster_is_read_from_a_file() -> None:
     out = planned(*SMALL, "--facts", "vocabulary=4096", "--cluster", "c.yaml")
     assert "on 8 devices of made up (published), 2 hosts" in out
     # Figures as people write them, and the profile from the command.
-    write("c.yaml", "hosts: [{devices: 1}, {devices: 3}]\nbetween: {latency_seconds: 1e-5, bytes_per_second: 25e9}\n")
+    write("c.yaml", "devices: [1, 3]\nbetween: {latency_seconds: 1e-5, bytes_per_second: 25e9}\n")
     out = planned(*SMALL, *GIVEN, "--cluster", "c.yaml")
     assert "on 4 devices of made up (published), 2 hosts" in out
 
@@ -238,10 +229,7 @@ def test_a_model_that_fits_no_plan_names_what_is_missing_and_what_would_do() -> 
     words = ["model.hidden=1024", "model.layers=4", "--profile", "small.json", "--devices", "1"]
     said = refused(*words, "--facts", "vocabulary=4096")
     assert re.match(r"the model does not fit on 1 device: at best, stage 0 \(encoder, layers 1-4, head\) exceeds the 512 MiB of its", said)
-    assert re.search(r"it fits with \d such devices, .* more memory on each device", said)
-    said = refused(*words, "--facts", "vocabulary=200000")
-    assert re.search(r"; it fits with .* GiB more memory on each device", said)
-    assert "such devices" not in said  # one unit alone is too large
+    assert said.endswith("; use a smaller batch.lanes, train.precision=bf16, more devices or a smaller model")
 
 
 def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
@@ -289,18 +277,8 @@ def test_bad_words(words: list[str], said: str) -> None:
     ("text", "said"),
     [
         ("", "c.yaml is empty; write hosts"),
-        ("- 1\n", "c.yaml must be a mapping with hosts, devices, profile, within, between, got [1]"),
         ("hosts: [\n", "c.yaml:2: "),
-        ("hosts: !!python/object/apply:os.getcwd []\n", "is not allowed"),
-        (CLUSTER + "device: 3\n", "unknown key 'device'; did you mean devices?"),
-        (CLUSTER.replace("devices: 4", "devices: 0"), "devices=0 is not a number of devices; use at least 1 for each host"),
-        ("hosts: 0\ndevices: 4\nprofile: machine.json\n", "hosts=0 is neither a number of hosts nor a list"),
-        ("hosts: [{devices: 2}, {devices: 0}]\nprofile: machine.json\n", "hosts[1]: devices=0"),
-        (
-            CLUSTER.replace("infiniband-ndr", "{latency_seconds: 1e-5, bytes_per_second: 0}"),
-            "bytes_per_second: input should be greater",
-        ),
-        (CLUSTER.replace("infiniband-ndr", "string"), "between='string' is not a known link; use one of nvlink3"),
+        (CLUSTER + "device: 3\n", "c.yaml: device: unknown key"),
         (CLUSTER.replace("machine.json", "h999"), "profile h999 not found"),
     ],
 )
@@ -310,36 +288,9 @@ def test_bad_clusters(text: str, said: str) -> None:
 
 
 def test_a_cluster_file_that_is_not_there_or_no_text() -> None:
-    assert "c.yaml cannot be read (No such file" in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
+    assert "c.yaml cannot be read (" in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
     Path("c.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "c.yaml is not UTF-8 text" in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
-
-
-def test_hosts_that_differ_do_not_grow() -> None:
-    machine(name="other").write(Path("other.json"))
-    write("c.yaml", "hosts: [{devices: 2, profile: machine.json}, {devices: 2, profile: other.json}]\n")
-    planned(*SMALL, "--facts", "vocabulary=50", "--cluster", "c.yaml")
-    assert "these differ" in refused(*SMALL, "--facts", "vocabulary=50", "--cluster", "c.yaml", "--scale")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda known: known | {"format": 99}, "has format 99, but this version reads 4; measure it again"),
-        (lambda known: known | {"versions": {"carrywave": "0.0.1"}}, "was measured with carrywave 0.0.1, but this is"),
-        (lambda known: known | {"rate": []}, "rate: unknown key"),
-        (lambda known: known | {"rates": []}, "has no figures of"),
-        (lambda known: [], "bad.json: input should be a dictionary"),
-    ],
-)
-def test_bad_profiles(change: Callable[[Any], Any], said: str) -> None:
-    write("bad.json", json.dumps(change(json.loads(machine().to_json()))))
-    assert said in refused(*SMALL, "--profile", "bad.json", "--facts", "vocabulary=50")
-
-
-def test_a_profile_that_is_no_json() -> None:
-    write("bad.json", "{")
-    assert "bad.json is not JSON" in refused(*SMALL, "--profile", "bad.json", "--facts", "vocabulary=50")
+    assert "c.yaml cannot be read" in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"vocabulary": "many"}', '{"vocabulary": true}', '{"labels": 3}', '{"histogram": [[1]]}'])
@@ -355,17 +306,12 @@ def test_data_that_is_missing_is_told_how_to_plan_without() -> None:
 
 
 def test_auto_is_the_precision_that_all_devices_are_made_for() -> None:
-    def made(hosts: str, named: str | None = None) -> bool:
-        write("c.yaml", f"hosts: {hosts}\nbetween: infiniband-ndr\n")
-        return planning._made_for_bf16(named, "cpu", Path("c.yaml"))
-
     assert planning._made_for_bf16("h200", "cpu", None)  # the devices planned for count, not those of this machine
     assert not planning._made_for_bf16("machine.json", "cpu", None)
     assert not planning._made_for_bf16(None, "cpu", None)
-    assert made("[{devices: 2, profile: h200}, {devices: 4, profile: h200}]")
-    assert not made("[{devices: 2, profile: h200}, {devices: 2, profile: machine.json}]")
-    assert not made("[{devices: 2, profile: h200}, {devices: 2}]")
-    assert made("[{devices: 2, profile: h200}, {devices: 2}]", "h200")
+    write("c.yaml", "devices: 2\n")
+    assert planning._made_for_bf16("h200", "cpu", Path("c.yaml"))
+    assert not planning._made_for_bf16(None, "cpu", Path("c.yaml"))
 
 
 @pytest.mark.slow

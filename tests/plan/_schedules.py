@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
-from carrywave.plan.schedule.schedule import Schedule, gpipe, sequential, serial, wavefront
+from hypothesis import strategies as st
+
+from carrywave.plan.schedule.schedule import Schedule, gpipe, serial, wavefront
 
 Generator = Callable[[int, list[int], bool], Schedule]
 
 GENERATORS: dict[str, Generator] = {
     "serial": lambda stages, counts, backward: serial(counts, backward=backward),
-    # Forward only, the stages take one micro-batch after the other.
-    "sequential": lambda stages, counts, backward: sequential(stages, counts if backward else counts[:1], backward=backward),
     "gpipe": lambda stages, counts, backward: gpipe(stages, len(counts), backward=backward),
     "wavefront": lambda stages, counts, backward: wavefront(stages, counts, backward=backward),
     "whole backwards": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, defer_weights=False),
     "head shared": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, share_head=True),
 }
+COUNTS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+EQUAL = st.tuples(st.integers(1, 6), st.integers(1, 5)).map(lambda shape: [shape[0]] * shape[1])
+SCHEDULES: st.SearchStrategy[Any] = st.builds(
+    lambda kind, stages, counts, backward: GENERATORS[kind](stages, counts, backward),
+    st.sampled_from(sorted(GENERATORS)),
+    st.integers(1, 6),
+    COUNTS | EQUAL,
+    st.booleans(),
+)
 
 
 def peak(schedule: Schedule) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _machines import GIB, machine, units_of
 
 from carrywave.errors import PlanError
-from carrywave.plan.cluster import Cluster, Host
-from carrywave.plan.fitting import NoFit
+from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.predict import Predictor
 from carrywave.plan.profile import Link
-from carrywave.plan.scaling import scale
-from carrywave.plan.search import PlanChoice, asked_for, describe, search
+from carrywave.plan.search import NoFit, asked_for, best_paying, describe, scale, search
 from carrywave.plan.space import Space
 from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
@@ -55,7 +53,7 @@ def test_the_choice_is_never_slower_than_one_device_and_can_be_carried_out(case:
     asked = PlanSpec(**{name: getattr(plan, name) or None for name in ("replicas", "stages", "cuts", "chunk_steps", "micro_batches")})
     found = resolve(asked, layers=units.layers, workers=plan.workers, lanes=units.lanes)
     assert (found.cuts, found.replicas, found.stages) == (plan.cuts, plan.replicas, plan.stages)
-    assert all(rival.plan != plan and "\n" not in rival.why for rival in choice.rivals)
+    assert all(rival.plan != plan for rival in choice.rivals)
 
 
 @settings(max_examples=8)
@@ -86,8 +84,8 @@ def test_kinds_of_plans(parts: dict[str, Any], changes: dict[str, Any], devices:
 
 def test_where_one_device_is_best_it_says_so() -> None:
     choice = search(units_of(), Cluster.uniform(machine(within=SLOW), 2))
-    assert choice.why.startswith("1 device: uses 1 of 2 devices, and more would not help; the best on more devices, 2 ")
-    assert all(rival.why.startswith("slower by ") for rival in choice.rivals)
+    assert choice.why.startswith("1 device: uses 1 of 2 devices, as each doubling must save 5%; on 2, 2 ")
+    assert all(choice.beside(rival).startswith("slower by ") for rival in choice.rivals)
     assert search(units_of(), Cluster.uniform(machine(within=SLOW), 2), use_all=True).best.plan.workers == 2
     with pytest.raises(PlanError, match=r"4 lanes and 4 units .* cannot use all 64 devices"):
         search(units_of(batch={"lanes": 4, "steps": 6}), Cluster.uniform(machine(), 64), use_all=True)
@@ -124,9 +122,11 @@ def test_more_memory_is_never_slower_and_less_ends_in_a_refusal() -> None:
             continue
         assert not refused
         assert found.seconds >= before
-        assert all(stage.memory.total <= stage.limit_bytes for stage in found.stages)
+        assert all(memory.total <= found.limit_bytes for memory in found.memory)
         before = found.seconds
-    assert re.match(r"the model does not fit on 6 devices: at best, .* exceeds the 205 MiB of its device by .*; it fits with ", refused)
+    assert re.match(
+        r"the model does not fit on 6 devices: at best, .* exceeds the 205 MiB of its device by .*; use a smaller batch.lanes, ", refused
+    )
 
 
 def test_memory_that_is_short_is_saved_by_recomputation_or_micro_batches() -> None:
@@ -135,34 +135,18 @@ def test_memory_that_is_short_is_saved_by_recomputation_or_micro_batches() -> No
     short = machine(memory_bytes=plain.total - plain.activations // 3)
     best = search(units, Cluster.uniform(short, 1)).best
     assert best.plan.recompute or best.plan.micro_batches > 1
-    assert best.stages[0].memory.total <= short.memory_bytes
-
-
-def test_each_remedy_is_enough() -> None:
-    units = units_of(model={"hidden": 1024, "layers": 4}, batch={"lanes": 64, "steps": 128})
-    small = machine(memory_bytes=GIB // 4)
-    with pytest.raises(NoFit) as refused:
-        search(units, Cluster.uniform(small, 1))
-    said = str(refused.value)
-    devices, more = re.search(r"it fits with (\d+) such devices", said), re.search(r"([\d.]+) (MiB|GiB) more memory on each device", said)
-    assert devices is not None
-    assert more is not None
-    search(units, Cluster.uniform(small, int(devices[1])))
-    extra = int(float(more[1]) * {"MiB": 1 << 20, "GiB": GIB}[more[2]])
-    search(units, Cluster.uniform(replace(small, memory_bytes=small.memory_bytes + extra), 1))
-
-
-def choice_and_cluster() -> tuple[Units, Cluster, PlanChoice]:
-    units, cluster = units_of(batch={"lanes": 64, "steps": 64}), Cluster.uniform(machine(), 4)
-    return units, cluster, search(units, cluster)
+    assert best.memory[0].total <= short.memory_bytes
 
 
 def test_a_plan_that_is_asked_for_is_compared_with_the_choice() -> None:
-    units, cluster, choice = choice_and_cluster()
+    units, cluster = units_of(batch={"lanes": 64, "steps": 64}), Cluster.uniform(machine(), 4)
+    choice = search(units, cluster)
     found = asked_for(Plan(1, 4, (), 16), units, cluster, choice)
     assert (found.best.plan.stages, found.rivals[0].plan) == (4, choice.best.plan)
-    assert found.rivals[0].why.startswith("the planner's choice: ")
+    assert "requested; the planner would choose" in found.why
     assert asked_for(choice.best.plan, units, cluster, choice).why.endswith("requested, and also the planner's choice")
+    with pytest.raises(PlanError, match=r"stage 0 of the requested plan \(encoder, layers 1-2, head\) exceeds the 4 MiB of its device by"):
+        asked_for(Plan(), units, Cluster.uniform(machine(memory_bytes=1 << 22), 4), choice)
 
 
 @pytest.mark.parametrize(
@@ -171,24 +155,19 @@ def test_a_plan_that_is_asked_for_is_compared_with_the_choice() -> None:
         (Plan(), "1 device"),
         (Plan(4), "4 replicas"),
         (Plan(2, 2, (2,), 8, 1, True, share_head=True), "2 replicas x 2 stages, chunks of 8 steps, recompute, shared head"),
-        (Plan(1, 1, (), 128, recompute="twice"), "1 device, chunks of 128 steps, recompute twice"),
+        (Plan(1, 2, (2,), None, 4, "twice"), "2 stages, 4 micro-batches, recompute twice"),
     ],
 )
 def test_plans_in_words(plan: Plan, words: str) -> None:
     assert describe(plan) == words
 
 
-def test_growth_stops_where_more_devices_do_not_pay() -> None:
-    found = scale(units_of(batch={"lanes": 4, "steps": 16}), machine(), most=64)
-    speeds = [point.prediction.tokens_per_second for point in found.points]
-    assert speeds == sorted(speeds)
-    assert found.pays_up_to < 64
-    assert found.points[0].efficiency == 1.0
-    assert [point.devices for point in scale(units_of(), machine(between=None), most=64).points] == [1, 2, 4, 8]
-
-
-def test_hosts_that_differ_count_as_the_slowest() -> None:
-    slow = machine(name="slow", task_seconds=1e-2)
-    units, plan = units_of(), Plan(2)
-    mixed, all_slow = Cluster((Host(1, machine()), Host(1, slow))), Cluster((Host(1, slow), Host(1, slow)))
-    assert Predictor(units, mixed).predict(plan).seconds == Predictor(units, all_slow).predict(plan).seconds
+def test_growth_stops_where_more_do_not_pay() -> None:
+    points = scale(units_of(batch={"lanes": 4, "steps": 16}), machine(), 8)
+    assert [point.devices for point in points] == [2**power for power in range(9)]
+    seconds = [point.prediction.seconds for point in points]
+    assert all(later <= earlier * 1.001 for earlier, later in pairwise(seconds))
+    assert best_paying(points).plan.workers < 256
+    assert len(scale(units_of(), machine(between=None), 8)) == 4  # one host
+    with pytest.raises(NoFit):
+        scale(units_of(), machine(memory_bytes=GIB // 4096), 8)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,23 +24,16 @@ from _odd import CELLS
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError
 from carrywave.kernels.deferred_gradients import Deferred
-from carrywave.model.encoders import Embedding
-from carrywave.model.heads.classes import Softmax
-from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
-from carrywave.parallel.links.device_links import DeviceLinks
-from carrywave.parallel.memory.symmetric import SharedMemory
-from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.plan.memory import Footprint
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
-from carrywave.plan.transports import Transports
 from carrywave.plan.units import BatchShape, Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
-from carrywave.step.gradients import Gradients, Summed
+from carrywave.step.gradients import Gradients
 from carrywave.step.passes import executor
 from carrywave.step.passes.executor import run
 from carrywave.step.passes.job import BatchOutcome, Job
@@ -279,68 +272,3 @@ def test_two_levels_keep_few_carries() -> None:
     assert Plan(chunk_steps=1, recompute="twice").segment(4096) == 64
     assert [Plan(recompute="twice").segment(chunks) for chunks in (1, 2, 4, 5, 9, 10)] == [1, 2, 2, 3, 3, 4]
     assert Plan(recompute=True).segment(100) == 1
-
-
-class _Buffer:
-    """Shared memory of which only the size is of interest."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.rank = size, 0
-
-    def signal(self, rank: int, number: int) -> None:
-        """Nobody listens."""
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("share_head", [False, True])
-def test_links_in_device_memory_take_what_the_planner_counts(micro_batches: int, share_head: bool) -> None:
-    """Windows large enough that their messages take more than the least that is allocated."""
-    spec = Spec.model_validate({"model": {"hidden": WIDTH, "layers": 2, "embedding": WIDTH}, "train": {"precision": "fp64"}})
-    units, steps, lanes = Units.of(spec, DataFacts(vocabulary=VOCABULARY)), 30_000, 2 * micro_batches
-    plan = Plan(stages=3, cuts=(2, 3), chunk_steps=steps // 4, micro_batches=micro_batches, share_head=share_head)
-    ways = Transports("device memory", "device memory", "steps", on_gpu=True)
-    planned = Footprint(plan, BatchShape(lanes, steps), units, ways)
-    model, batch = build(pooled=False), batch_of(steps, [steps] * lanes, pooled=False)
-    program = program_for(plan, [batch], backward=True)
-    edges = plan.edges(model.units)
-    for place in range(3):
-        stage = Stage(model, edges[place], edges[place + 1], share_head=share_head)
-        sizes: list[int] = []
-
-        def make(pair: tuple[int, int], size: int, sizes: list[int] = sizes) -> SharedMemory:
-            sizes.append(size)
-            return cast(SharedMemory, _Buffer(size))
-
-        own = executor._Run(stage, plan, program, [Job(batch, stage.start(lanes), KEY)], None, place, None, None)
-        DeviceLinks(place, make).begin(program, own._messages())
-        found = planned.memory(place, edges[place], edges[place + 1]).links
-        assert sum(sizes) > 1 << 20
-        # Whose chunks of a shared head are scored where is not counted, only their share.
-        assert found == sum(sizes) if not share_head else sum(sizes) / 2 <= found <= 2.5 * sum(sizes)
-
-
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("vocabulary", [50, 6_000])
-def test_sums_in_device_memory_take_what_the_planner_counts(vocabulary: int, replicas: int) -> None:
-    """Buckets that hold many parameters, or one that is larger than they may be, in the memory of one worker."""
-    width = 400
-    spec = Spec.model_validate({"model": {"hidden": width, "layers": 1, "embedding": width}})
-    units = Units.of(spec, DataFacts(vocabulary=vocabulary))
-    ways = Transports("", "device memory", "steps", on_gpu=True)
-    planned = Footprint(Plan(replicas=replicas), BatchShape(8, 4), units, ways).memory(0, 0, len(units)).links
-    model = Model(Embedding(vocabulary, width), LSTM(width, width, 1), Softmax(width, vocabulary))
-    sizes: list[int] = []
-
-    class Full(Exception):
-        """No memory is needed here."""
-
-    def make(size: int) -> SharedMemory:
-        sizes.append(size)
-        raise Full
-
-    group = DeviceSum(replicas, make)
-    parameters = list(model.parameters())
-    for bucket in Gradients(parameters, parameters, [Summed(group, parameters, during_backward=False)]).buckets:
-        with pytest.raises(Full):
-            group.all_reduce(bucket.flat)
-    assert planned == max(sizes)

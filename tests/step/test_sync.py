@@ -11,7 +11,7 @@ from torch import Tensor
 import carrywave as cw
 from _sync_definition import simulate
 from carrywave.errors import PlanError, SpecError
-from carrywave.plan.memory import largest_stage
+from carrywave.plan.memory import Footprint
 from carrywave.plan.plan import Plan, check_sync
 from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
@@ -175,7 +175,8 @@ def test_a_resolved_spec_lists_keys_of_other_modes() -> None:
 def test_the_plan_counts_the_copies(train: dict[str, object], copies: int) -> None:
     facts = DataFacts(steps=10_000, vocabulary=50)
     plan = Plan(replicas=2)
-    own, usual = (largest_stage(Units.of(parse({"train": each}), facts), plan) for each in (train, {}))
+    both = (Units.of(parse({"train": each}), facts) for each in (train, {}))
+    own, usual = (Footprint(plan, units.shapes[0], units).memory(0, 0, len(units)) for units in both)
     assert own.optimizer - usual.optimizer == copies * own.parameters
     assert usual.gradients - own.gradients == own.parameters  # nothing is summed in buffers of its own
     assert own.activations == usual.activations

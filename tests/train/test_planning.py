@@ -168,7 +168,7 @@ def test_without_a_number_the_gpus_that_pay_are_taken(use: Any, tmp_path: Path, 
     use(SLOW_LINK)
     assert best_number(spec, "cpu", said.append) is None
     assert best_number(spec, "auto", said.append) == 1
-    assert said[-1].startswith("1 device: uses 1 of 4 devices, and more would not help")
+    assert said[-1].startswith("1 device: uses 1 of 4 devices, as each doubling must save 5%")
     assert said[-1].endswith("; pass devices=4 to use all of them")
     use(machine(within=Link(1e-9, 1e15), task_seconds=0.0, step_seconds=0.0, rates=as_long_as_wide(), devices_per_host=4))
     assert best_number(spec, "auto", said.append) == 4

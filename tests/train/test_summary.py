@@ -28,7 +28,6 @@ from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
-from carrywave.plan.transports import Transports
 from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
@@ -107,15 +106,15 @@ def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch
         return transport_of(spec(**train), network, mesh)
 
     stages, replicas, both = Plan(1, 4, (1, 2, 3)), Plan(4), Plan(2, 2, (2,))
-    assert ways(stages, memory=True) == str(Transports("device memory", "device memory", "steps", on_gpu=True))
-    assert ways(stages, backend="nccl") == str(Transports("NCCL", "NCCL", "steps", on_gpu=True))
-    assert ways(stages) == str(Transports("gloo", "gloo", "", on_gpu=True))
-    assert ways(both, links=True, backend="nccl") == str(Transports("device memory", "NCCL", "steps", on_gpu=True))
-    assert ways(replicas, memory=True) == str(Transports("", "device memory", "steps", on_gpu=True))
-    assert ways(replicas, backend="nccl") == str(Transports("", "NCCL", "steps", on_gpu=True))
-    assert ways(replicas) == str(Transports("", "gloo", "passes", on_gpu=True))
-    assert ways(replicas, memory=True, accumulate=2) == str(Transports("", "device memory", "passes", on_gpu=True))
-    assert ways(stages, memory=True, precision="fp64") == str(Transports("device memory", "device memory", "", on_gpu=True))
+    recorded, in_parts = "; whole steps are recorded as CUDA graphs", "; forward and backward are recorded as CUDA graphs"
+    assert ways(stages, memory=True) == f"messages and sums in device memory{recorded}"
+    assert ways(stages, backend="nccl") == f"messages and sums over NCCL{recorded}"
+    assert ways(stages) == "messages and sums over gloo; the host launches every task"
+    assert ways(both, links=True, backend="nccl") == f"messages in device memory, sums over NCCL{recorded}"
+    assert ways(replicas, memory=True) == f"sums in device memory{recorded}"
+    assert ways(replicas) == f"sums over gloo{in_parts}"
+    assert ways(replicas, memory=True, accumulate=2) == f"sums in device memory{in_parts}"
+    assert ways(stages, memory=True, precision="fp64") == "messages and sums in device memory; the host launches every task"
 
 
 def test_the_summary_names_them(monkeypatch: pytest.MonkeyPatch) -> None:

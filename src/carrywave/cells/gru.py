@@ -41,5 +41,4 @@ CELL = Cell(
     torch_function="gru",
     onnx=OnnxForm("GRU", order=(1, 0, 2), attributes={"linear_before_reset": 1}),
     kept=5,  # three gates, what the reset gate multiplies, and h
-    launches=35,
 )

@@ -49,5 +49,4 @@ CELL = Cell(
     torch_function="lstm",
     onnx=OnnxForm("LSTM", order=(0, 3, 1, 2)),
     kept=6,  # four gates, the cell and its tanh
-    launches=40,
 )

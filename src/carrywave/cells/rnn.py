@@ -35,5 +35,4 @@ CELL = Cell(
     torch_function="rnn_tanh",
     onnx=OnnxForm("RNN", order=(0,)),
     kept=3,  # the sum, its tanh, and the copy that is the output
-    launches=20,
 )

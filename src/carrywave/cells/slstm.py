@@ -53,6 +53,5 @@ CELL = Cell(
     forget_gate=1,
     kernels=True,
     kept=18,  # gates, weights, memory, normaliser and stabiliser, and what autograd keeps between them
-    launches=75,
     wide=True,
 )

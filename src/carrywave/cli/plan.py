@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,15 +14,13 @@ import typer
 from carrywave.cli.options import Device, DeviceOption, note, plain, spec_and_overrides
 from carrywave.errors import DataError, PlanError
 from carrywave.launch.hardware import cores, gpus
-from carrywave.plan import placement
-from carrywave.plan.cluster import Cluster, Host
+from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan, check_sync, resolve
-from carrywave.plan.profile import LINKS, PROFILE, Profile, find_profile
-from carrywave.plan.scaling import MOST_DEVICES, scale
-from carrywave.plan.search import asked_for, search
+from carrywave.plan.profile import PROFILE, Profile, find_profile
+from carrywave.plan.search import MOST_SCALED, asked_for, scale, search
 from carrywave.plan.show.report import choice_object, scale_object, yaml_line
 from carrywave.plan.show.text import doubt_text, figures_text, rivals_text, scale_text, stages_text, timeline_text
-from carrywave.plan.units import BatchShape, Units
+from carrywave.plan.units import Units
 from carrywave.runs import output_file
 from carrywave.spec.defaults import AUTO, suited, with_precision
 from carrywave.spec.facts import DataFacts, read_facts
@@ -31,8 +29,6 @@ from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.spec.yaml_text import parse_yaml
 from carrywave.train.start.machine import CROWDED, empty, profile_for
-
-THIS_MACHINE = "this machine"  # the profile of a cluster file that names none
 
 
 def plan(
@@ -69,61 +65,57 @@ def plan(
     if cluster is None:
         machines = _uniform(units, named, device.value, devices)
     else:
-        machines = _read(cluster, lambda: _measured(units, device.value, here(device.value)) if named is None else find_profile(named))
+        machines = _read(cluster, named, lambda: _measured(units, device.value, here(device.value)))
     if growth:
-        _show_scale(units, machines, MOST_DEVICES if devices is None else devices, json_file)
+        _show_scale(units, machines, MOST_SCALED if devices is None else devices, json_file)
     else:
         _show_choice(resolved, units, machines, json_file, use_all=use_all)
 
 
 def _uniform(units: Units, named: str | None, device: str, devices: int | None) -> Cluster:
-    """A cluster of identical devices: those of a named profile, or those of this machine, measured."""
+    """Hosts of a named profile; or this machine, measured."""
     if named is not None:
         profile = find_profile(named)  # of another machine, so this machine's device count is irrelevant
         return Cluster.uniform(profile, devices or profile.devices_per_host)
     count = devices or here(device)
     profile = _measured(units, device, count)
-    if profile.devices_per_host < count <= CROWDED * profile.devices_per_host and profile.common_memory:
-        profile = replace(profile, devices_per_host=count)  # all on one host, where `train --devices` would start them
-    return Cluster.uniform(profile, count)
+    # A few workers for each core are on one host, where `train --devices` would start them; more are on further hosts like this one.
+    crowded = profile.common_memory and count <= CROWDED * profile.devices_per_host
+    return Cluster.uniform(profile, count, max(count, profile.devices_per_host) if crowded else None)
 
 
 def _measured(units: Units, device: str, count: int) -> Profile:
-    """The profile of this machine; more workers than a few for each core are assumed to be on further hosts like this one."""
     return profile_for(units, device=device, devices=count if count <= CROWDED * cores() else cores(), note=note)
 
 
-def _read(path: Path, this_machine: Callable[[], Profile]) -> Cluster:
-    """Read a cluster file; hosts without a profile have that of this machine."""
+def _read(path: Path, named: str | None, this_machine: Callable[[], Profile]) -> Cluster:
+    """Read a cluster file; without a profile, its devices are those of the named one, or of this machine."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise PlanError(f"{path} cannot be read ({error.strerror}); pass the path of a cluster file") from None
-    except UnicodeDecodeError:
-        raise PlanError(f"{path} is not UTF-8 text; pass a cluster file in YAML") from None
-    content = parse_yaml(text, str(path))
+        content = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} cannot be read ({error}); pass a cluster file in YAML") from None
     if content is None:
         raise PlanError(f"{path} is empty; write hosts: 2, devices: 8, profile: NAME, between: LINK")
-    if isinstance(content, Mapping):
-        content = {"profile": THIS_MACHINE, **content}
 
-    def find(name: str) -> Profile:
-        if name == THIS_MACHINE:
+    def find(own: str | None) -> Profile:
+        name = own or named
+        if name is None:
             return this_machine()
         beside = path.parent / name  # relative to the cluster file
-        return find_profile(str(beside) if beside.is_file() else name)
+        return find_profile(str(beside) if own and beside.is_file() else name)
 
-    return Cluster.of(content, find, LINKS, str(path))
+    return Cluster.of(content, find, str(path))
 
 
 def _made_for_bf16(named: str | None, device: str, cluster: Path | None) -> bool:
-    """True if all devices to plan for are made for bf16. Measures nothing: which calls are to be timed depends on the answer."""
+    """True if the devices to plan for are made for bf16. Measures nothing: which calls are to be timed depends on the answer."""
 
-    def this_machine() -> Profile:
-        return find_profile(named) if named is not None else empty("cuda" if device != "cpu" and gpus() else "cpu")
+    def unmeasured() -> Profile:
+        return empty("cuda" if device != "cpu" and gpus() else "cpu")
 
-    hosts = [Host(1, this_machine())] if cluster is None else _read(cluster, this_machine).hosts
-    return all(host.profile.made_for_bf16 for host in hosts)
+    if cluster is not None:
+        return _read(cluster, named, unmeasured).profile.made_for_bf16
+    return (unmeasured() if named is None else find_profile(named)).made_for_bf16
 
 
 def here(device: str) -> int:
@@ -178,85 +170,41 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, json_file: Path | N
         cluster.place(requested.replicas, requested.stages)  # fail before the search if the plan needs more workers than there are
     best = search(units, cluster, use_all=use_all)
     choice = best if requested is None else asked_for(replace(requested, kernel="auto"), units, cluster, best)
-    shown = choice.best
-    lines = [f"for {_model(spec, units)}; on {_machines(cluster)}", "", choice.why, doubt_text(units, cluster), *_sync(spec), ""]
-    lines += [stages_text(units, shown), ""]
-    lines += [
-        _about(units, shown.plan),
-        timeline_text(shown.timeline),
-        "",
-        figures_text(choice),
-        "",
-        "alternatives",
-        rivals_text(choice),
-        "",
-    ]
-    seated = _seats(cluster, shown.plan)
-    if len({seat.host for seat in seated}) > 1:
-        lines += ["who sits where", *placement.describe(seated), ""]
-    lines += [
-        f"in the spec, for {shown.plan.workers} device{'s' if shown.plan.workers > 1 else ''}:",
-        yaml_line(replace(shown.plan, kernel=spec.plan_spec.kernel), units),
-    ]
-    typer.echo("\n".join(lines))
-    extra = {"asked": requested is not None, "workers": [asdict(seat) for seat in seated]}
-    _write(json_file, choice_object(units, choice) | extra)
-
-
-def _seats(cluster: Cluster, plan: Plan) -> list[placement.Seat]:
-    """Where the workers of a plan sit if ranks fill the hosts in order."""
-    filled = [(f"host {number}", device) for number, host in enumerate(cluster.hosts) for device in range(host.devices)]
-    used = filled[: plan.workers]
-    return placement.seats([host for host, _ in used], [device for _, device in used], plan)
+    shown, workers = choice.best, choice.best.plan.workers
+    profile, hosts = cluster.profile, f", {len(cluster.sizes)} hosts" if len(cluster.sizes) > 1 else ""
+    devices = f"{cluster.devices} device{'s' * (cluster.devices > 1)} of {profile.name} ({profile.source}){hosts}"
+    lines = [f"for {_model(spec, units)}; on {devices}", "", choice.why, doubt_text(profile.error(units.precision)), *_sync(spec), ""]
+    lines += [stages_text(units, shown), "", _about(units, shown.plan), timeline_text(shown.timeline), "", figures_text(units, choice), ""]
+    lines += ["alternatives", rivals_text(units, choice), "", f"in the spec, for {workers} device{'s' * (workers > 1)}:"]
+    typer.echo("\n".join([*lines, yaml_line(replace(shown.plan, kernel=spec.plan_spec.kernel), units)]))
+    _write(json_file, choice_object(units, choice))
 
 
 def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | None) -> None:
-    first = cluster.hosts[0]
-    last = cluster.hosts[-1]
-    if any(host != first for host in cluster.hosts[:-1]) or last.profile is not first.profile or last.devices > first.devices:
-        raise PlanError("--scale needs identical hosts, but these differ; use one kind of host")
-    profile = first.profile
-    size = max(profile.devices_per_host, first.devices)
+    profile, size = cluster.profile, max(cluster.profile.devices_per_host, cluster.sizes[0])
     # Links from the cluster file override the profile's, whose measured all-reduce times then no longer apply.
     if cluster.within is not None or cluster.between is not None:
         within, between = cluster.within or profile.within, cluster.between or profile.between
-        profile, size = replace(profile, sums=None, within=within, between=between), first.devices
-    growth = scale(units, replace(profile, devices_per_host=size), most)
-    typer.echo(scale_text(growth))
-    if growth.points[-1].devices * 2 <= most:
+        profile, size = replace(profile, sums=None, within=within, between=between), cluster.sizes[0]
+    points = scale(units, profile, size, most)
+    typer.echo(scale_text(units, points))
+    if points[-1].devices * 2 <= most:
         typer.echo("The table ends at one host, because the link between hosts is not known; pass a cluster file with `between`.")
-    _write(json_file, scale_object(units, growth))
+    _write(json_file, scale_object(units, points))
 
 
 def _model(spec: Spec, units: Units) -> str:
-    shapes = ", ".join(_size(shape) for shape in units.shapes) + _after_front(units)
     widths = dict.fromkeys(spec.model.widths)
-    many = f"{spec.model.layers} layer{'s' if spec.model.layers > 1 else ''} of {', '.join(map(str, widths))}"
+    many = f"{spec.model.layers} layer{'s' * (spec.model.layers > 1)} of {', '.join(map(str, widths))}"
+    shapes = ", ".join(map(str, units.shapes)) + (f" after the front, each made of {units.stride}" if units.stride > 1 else "")
     return f"{spec.task}, {many}, {units.parameters(0, len(units)):,} parameters, {spec.train.precision}, batches of {shapes}"
-
-
-def _after_front(units: Units) -> str:
-    """What is to be known of the steps of a batch if a front has shortened them."""
-    return f" after the front, each made of {units.stride}" if units.stride > 1 else ""
-
-
-def _size(shape: BatchShape) -> str:
-    return f"{shape.lanes} lane{'s' if shape.lanes > 1 else ''} x {shape.steps} steps"
-
-
-def _machines(cluster: Cluster) -> str:
-    kinds: dict[int, tuple[int, Profile]] = {}
-    for host in cluster.hosts:
-        kinds[id(host.profile)] = kinds.get(id(host.profile), (0, host.profile))[0] + host.devices, host.profile
-    parts = [f"{count} device{'s' if count > 1 else ''} of {profile.name} ({profile.source})" for count, profile in kinds.values()]
-    return " and ".join(parts) + (f", {len(cluster.hosts)} hosts" if len(cluster.hosts) > 1 else "")
 
 
 def _about(units: Units, plan: Plan) -> str:
     shape = max(units.shapes, key=lambda each: each.share)
     each = "" if plan.replicas == 1 else f" shared by {plan.replicas} replicas that all do the same"
     chunks = 1 if units.whole else plan.chunks(shape.steps)
-    return f"a step of {_size(shape)}{_after_front(units)}{each}, drawn to scale" + (f", in {chunks} chunks" if chunks > 1 else "")
+    return f"a step of {shape}{each}, drawn to scale" + (f", in {chunks} chunks" if chunks > 1 else "")
 
 
 def _write(path: Path | None, values: Mapping[str, Any]) -> None:

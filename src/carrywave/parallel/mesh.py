@@ -8,7 +8,7 @@ sent; one device runs the same code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,11 @@ from carrywave.parallel.sums.host_sums import HostSum
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.placement import Seat, arrange, seats
 from carrywave.plan.plan import Plan
-from carrywave.plan.profile import BY_BACKEND, DEVICE_MEMORY, Transport
 from carrywave.plan.schedule.messages import Channel, Pair, channels_of, pairs_of
 
 ALL = "all"  # the use of the world's own group
+Transport = Literal["", "device memory", "NCCL", "gloo"]
+BY_BACKEND: Mapping[str, Transport] = {"nccl": "NCCL", "gloo": "gloo"}  # of torch.distributed
 
 
 class Mesh:
@@ -106,7 +107,7 @@ class Mesh:
         return "" if self.world.size == 1 else self._carrier(in_device_memory=self.in_device_memory)
 
     def _carrier(self, *, in_device_memory: bool) -> Transport:
-        return DEVICE_MEMORY if in_device_memory else BY_BACKEND[self.world.backend]
+        return "device memory" if in_device_memory else BY_BACKEND[self.world.backend]
 
     def replicas_of(self, stages: Sequence[int]) -> Summing | None:
         """What sums over these stages in all replicas; None if it would be this worker alone.

@@ -1,30 +1,27 @@
 """Times one plan on one batch shape: each task from the constants of a profile, and from these the whole step.
 
-Devices of several kinds all count as the slowest of them. Sums of gradients count in full, even where some of them run beside backward.
+Sums of gradients count in full, even where some of them run beside backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import pairwise
 
 from carrywave.plan.cluster import Cluster, Placement
-from carrywave.plan.memory import BUCKET_BYTES, Footprint
+from carrywave.plan.memory import Footprint
 from carrywave.plan.plan import Plan
-from carrywave.plan.profile import Link, Profile
+from carrywave.plan.profile import Profile
 from carrywave.plan.rates import NOTHING, CallKind, CallSize, Seconds
 from carrywave.plan.schedule.schedule import StageTask, wavefront
 from carrywave.plan.simulation import Timeline, simulate
-from carrywave.plan.transports import transports_of
 from carrywave.plan.units import BatchShape, Units
 
-LAUNCH_SECONDS = 4e-6  # of an operation that runs by itself at every step, on a GPU or a CPU
 _AGREED_BYTES = 48  # loss, count, norm and other scalars, all-reduced over all workers at every step
 
 
 class UnitCosts:
-    """What each unit of a model takes on one kind of device; `workers`: those of its host that work at once."""
+    """What each unit of a model takes on a kind of device; `workers`: those of its host that work at once."""
 
     def __init__(self, units: Units, profile: Profile, workers: int) -> None:
         self.units, self.profile, self.workers = units, profile, workers
@@ -50,12 +47,10 @@ class UnitCosts:
             kind: CallKind = "layer" if unit.cell is not None else "embedding" if unit.kind == "embedding" else "head"
             # A pooled head has one row per lane.
             seconds = self._of(kind, unit.call(lanes, self.units.rows_of(unit, steps))).times(unit.directions)
-        launched = steps * unit.directions * unit.launches * LAUNCH_SECONDS
-        seconds = seconds.plus(Seconds(launched / 3, launched * 2 / 3, 0.0))
         between = [(unit.dropout, steps), (unit.norm, steps)]
         for layer in unit.front:  # a convolution counts as the product that it is
             seconds = seconds.plus(self._of("head", CallSize(layer.inputs, layer.channels, lanes, steps * layer.times)))
-            between += [(layer.channels, steps * layer.times)] * (1 + layer.dropped)
+            between.append((layer.channels, steps * layer.times))
         for width, rows in between:
             if width:
                 seconds = seconds.plus(self._of("plain", CallSize(0, width, lanes, rows)))
@@ -65,12 +60,9 @@ class UnitCosts:
 class PlanCost(Footprint):
     """The times of one plan, without its cuts, on one batch shape, on the devices of a cluster."""
 
-    def __init__(
-        self, plan: Plan, shape: BatchShape, units: Units, cluster: Cluster, placed: Placement, costs: Sequence[UnitCosts]
-    ) -> None:
-        super().__init__(plan, shape, units, transports_of(plan, units, cluster, placed))
+    def __init__(self, plan: Plan, shape: BatchShape, cluster: Cluster, placed: Placement, costs: UnitCosts) -> None:
+        super().__init__(plan, shape, costs.units)
         self.cluster, self.placed, self.costs = cluster, placed, costs
-        self.task_seconds = max(kind.task_seconds for kind in placed.kinds)
         self._tasks: dict[tuple[int, int, int, bool], Seconds] = {}
 
     def steps(self, chunk: int) -> int:
@@ -84,39 +76,32 @@ class PlanCost(Footprint):
         if key not in self._tasks:
             # The head is another task if it is shared, and one that pools runs on the last chunk alone.
             without = last == len(self.units) and (self.share_head or (self.units.pooled and not final))
-            units = range(first, last - 1 if without else last)
-            each = [[costs(unit, lanes, self.steps(chunk)) for unit in units] for costs in self.costs]
-            sums = [_sum(of_kind) for of_kind in each]
-            work = max(sums, key=lambda seconds: seconds.all)
+            work = NOTHING
+            for unit in range(first, last - without):
+                work = work.plus(self.costs(unit, lanes, self.steps(chunk)))
             # Where carries are recomputed too, all chunks of a segment but its last run forward once more.
             again = work.forward * (2 - 1 / self.plan.segment(self.chunks)) if self.plan.recompute else 0.0
-            backward = self.task_seconds + again + work.backward + (0.0 if self.defer_weights else work.deferred)
-            self._tasks[key] = Seconds(self.task_seconds + work.forward, backward, work.deferred if self.defer_weights else 0.0)
+            task, now, later = self.costs.profile.task_seconds, work.deferred, 0.0
+            if self.defer_weights:
+                now, later = later, now
+            self._tasks[key] = Seconds(task + work.forward, task + again + work.backward + now, later)
         return self._tasks[key]
 
     def score(self, lanes: int, chunk: int) -> float:
         """Seconds of a shared head's forward and backward on a chunk."""
-        return self.task_seconds + max(costs(len(self.units) - 1, lanes, self.steps(chunk)).all for costs in self.costs)
+        return self.costs.profile.task_seconds + self.costs(len(self.units) - 1, lanes, self.steps(chunk)).all
 
     def weights(self, first: int, last: int, lanes: int) -> float:
         """Seconds of the deferred weight gradients of a micro-batch."""
         return (self.chunks - 1) * self.work(first, last, lanes, 0).deferred + self.work(first, last, lanes, self.chunks - 1).deferred
 
-    def busy(self, first: int, last: int) -> float:
-        """Seconds that units [first, last) compute in one step, without a shared head."""
-        total = 0.0
-        for lanes in self.lanes:
-            whole, end = self.work(first, last, lanes, 0), self.work(first, last, lanes, self.chunks - 1)
-            total += (self.chunks - 1) * whole.all + end.all
-        return total
-
     def message(self, edge: int, unit: int, lanes: int, chunk: int) -> float:
         """Seconds of a message over the edge between two stages: the input of a unit for one chunk."""
-        return self._links[edge].seconds(self.num_bytes(unit, lanes, chunk))
+        return self.cluster.link(crossing=self.placed.crossing[edge]).seconds(self._num_bytes(unit, lanes, self.steps(chunk)))
 
-    def num_bytes(self, unit: int, lanes: int, chunk: int) -> int:
-        """Bytes of a unit's input for one chunk, which is the size of a message."""
-        return self.units.units[unit].width_in * lanes * self.steps(chunk) * self.units.activation_bytes
+    def _num_bytes(self, unit: int, lanes: int, steps: int) -> int:
+        """Bytes of a unit's input."""
+        return self.units.units[unit].width_in * lanes * steps * self.units.activation_bytes
 
     def estimate(self, edges: tuple[int, ...]) -> float:
         """Seconds of the step by a formula, in place of a simulation: each stage's first chunk, then the rest on the slowest stage."""
@@ -136,23 +121,18 @@ class PlanCost(Footprint):
         """Simulate the step, task by task."""
         schedule = wavefront(self.plan.stages, self.counts, share_head=self.share_head, defer_weights=self.defer_weights)
         spans, last = list(pairwise(edges)), self.plan.stages - 1
-        seconds: dict[tuple[str, int, int, bool], float] = {}
 
         def run(task: StageTask) -> float:
-            lanes, final = self.lanes[task.micro_batch], task.chunk == self.chunks - 1
-            key = task.phase, task.stage, lanes, final
-            if key not in seconds:
-                span = spans[task.stage]
-                match task.phase:
-                    case "H":
-                        seconds[key] = self.score(lanes, task.chunk)
-                    case "W":
-                        seconds[key] = self.weights(*span, lanes)
-                    case "F":
-                        seconds[key] = self.work(*span, lanes, task.chunk).forward
-                    case _:
-                        seconds[key] = self.work(*span, lanes, task.chunk).backward
-            return seconds[key]
+            lanes, span = self.lanes[task.micro_batch], spans[task.stage]
+            match task.phase:
+                case "H":
+                    return self.score(lanes, task.chunk)
+                case "W":
+                    return self.weights(*span, lanes)
+                case "F":
+                    return self.work(*span, lanes, task.chunk).forward
+                case _:
+                    return self.work(*span, lanes, task.chunk).backward
 
         def message(task: StageTask) -> float:
             # A shared head's messages, both ways, have the size of the head's input.
@@ -167,42 +147,24 @@ class PlanCost(Footprint):
 
     def sent_bytes(self, edges: tuple[int, ...]) -> int:
         """Bytes that the stages of a replica send each other in a step, without those of a shared head."""
-        chunks = range(self.chunks)
-        return sum(2 * self.num_bytes(unit, lanes, chunk) for unit in edges[1:-1] for lanes in self.lanes for chunk in chunks)
+        return sum(2 * self._num_bytes(unit, lanes, self.shape.steps) for unit in edges[1:-1] for lanes in self.lanes)
 
     def parameters(self, edges: tuple[int, ...]) -> list[int]:
         """Number of parameters held by each stage."""
         return [self.units.parameters(a, b, share_head=self.share_head) for a, b in pairwise(edges)]
 
-    @cached_property
-    def _links(self) -> list[Link]:
-        """The link of each edge between stages."""
-        within, between = self.cluster.link_within(self.placed.kinds), self.cluster.link_between(self.placed.kinds)
-        return [between if crosses else within for crosses in self.placed.crossing]
-
     def _after(self, edges: tuple[int, ...], ends: Sequence[float]) -> list[list[tuple[float, float]]]:
         """(start, end) on each stage of what follows its last task: the gradient all-reduces, then the update."""
-        replicas, held = self.plan.replicas, self.parameters(edges)
+        replicas, held, size = self.plan.replicas, self.parameters(edges), self.units.parameter_bytes
         shared, members = self.units.common(edges, share_head=self.share_head)
-        done = []
-        for stage, end in enumerate(ends):
-            num_bytes = (held[stage] - (shared if stage in members else 0)) * self.units.parameter_bytes
-            buckets = max(1, -(-num_bytes // BUCKET_BYTES))
-            done.append(end + buckets * self._sum(replicas, num_bytes // buckets))
+        own = [many - (shared if stage in members else 0) for stage, many in enumerate(held)]
+        done = [end + self._sum(replicas, many * size) for end, many in zip(ends, own, strict=True)]
         if shared:
-            agreed = max(done[stage] for stage in members) + self._sum(replicas * len(members), shared * self.units.parameter_bytes)
+            agreed = max(done[stage] for stage in members) + self._sum(replicas * len(members), shared * size)
             done = [agreed if stage in members else each for stage, each in enumerate(done)]
         agreed = max(done) + self._sum(self.plan.workers, _AGREED_BYTES + 8 * self.plan.workers)
-        updates = [(agreed, agreed + max(costs.update(each) for costs in self.costs)) for each in held]
-        return [list(zip(ends, done, strict=True)), updates]
+        return [list(zip(ends, done, strict=True)), [(agreed, agreed + self.costs.update(each)) for each in held]]
 
     def _sum(self, workers: int, num_bytes: int) -> float:
         # All stages sum over their replicas at about the same time and compete for the link.
         return self.cluster.sum_seconds(self.placed, workers, num_bytes, min(self.plan.stages, self.placed.crowd))
-
-
-def _sum(several: Sequence[Seconds]) -> Seconds:
-    total = NOTHING
-    for seconds in several:
-        total = total.plus(seconds)
-    return total

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from carrywave.plan.plan import Plan
 
-MOST_HOSTS = 16  # described one by one
+MOST_HOSTS = 16  # described, each in its line
 
 
 def arrange(hosts: Sequence[Hashable], stages: int) -> tuple[int, ...]:
@@ -60,34 +60,25 @@ def seats(hosts: Sequence[str], local_ranks: Sequence[int], plan: Plan) -> list[
 
 
 def describe(seated: Sequence[Seat]) -> list[str]:
-    """A line for each host, in the launcher's order: `node0: ranks 0-1 (local 0-1): replica 0, stages 0-1`."""
+    """A line for each host, in the launcher's order: `node0: replica 0: stages 0-1 on ranks 0-1; replica 1: stage 0 on rank 2`."""
     hosts = list(dict.fromkeys(seat.host for seat in seated))
-    lines = [f"{host}: {'; '.join(_runs([seat for seat in seated if seat.host == host]))}" for host in hosts[:MOST_HOSTS]]
-    if len(hosts) > MOST_HOSTS:
-        lines.append(f"and {len(hosts) - MOST_HOSTS} more hosts")
-    return lines
+    lines = [f"{host}: {'; '.join(_parts([seat for seat in seated if seat.host == host]))}" for host in hosts[:MOST_HOSTS]]
+    return [*lines, f"and {len(hosts) - MOST_HOSTS} more hosts"] if len(hosts) > MOST_HOSTS else lines
 
 
-def _runs(seated: Sequence[Seat]) -> list[str]:
-    """Neighbours that do alike in one go: consecutive stages of a replica, or one stage of consecutive replicas."""
-    runs: list[list[Seat]] = []
-    for seat in seated:
-        run = runs[-1] if runs else []
-        step = (seat.rank - run[-1].rank, seat.local_rank - run[-1].local_rank) if run else (0, 0)
-        moved = (seat.replica - run[-1].replica, seat.stage - run[-1].stage) if run else (0, 0)
-        same_way = len(run) < 2 or moved == (run[1].replica - run[0].replica, run[1].stage - run[0].stage)
-        if run and step == (1, 1) and moved in ((0, 1), (1, 0)) and same_way:
-            run.append(seat)
-        else:
-            runs.append([seat])
-    return [_run(run) for run in runs]
+def _parts(seated: Sequence[Seat]) -> list[str]:
+    """What one host has of each replica."""
+    replicas: dict[int, list[Seat]] = {}
+    for seat in sorted(seated, key=lambda seat: (seat.replica, seat.stage)):
+        replicas.setdefault(seat.replica, []).append(seat)
+    return [
+        f"replica {replica}: {_numbers('stage', [seat.stage for seat in each])} on {_numbers('rank', [seat.rank for seat in each])}"
+        for replica, each in replicas.items()
+    ]
 
 
-def _run(run: Sequence[Seat]) -> str:
-    first, last = run[0], run[-1]
-    who = f"{_range_text('rank', first.rank, last.rank)} ({_range_text('local', first.local_rank, last.local_rank, plural='local')})"
-    return f"{who}: {_range_text('replica', first.replica, last.replica)}, {_range_text('stage', first.stage, last.stage)}"
-
-
-def _range_text(noun: str, first: int, last: int, plural: str = "") -> str:
-    return f"{noun} {first}" if first == last else f"{plural or f'{noun}s'} {first}-{last}"
+def _numbers(noun: str, numbers: Sequence[int]) -> str:
+    """`ranks 0-3`, `ranks 0, 2` or `rank 1`."""
+    in_a_row = list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+    text = f"{numbers[0]}-{numbers[-1]}" if in_a_row and len(numbers) > 1 else ", ".join(map(str, numbers))
+    return f"{noun}{'s' * (len(numbers) > 1)} {text}"

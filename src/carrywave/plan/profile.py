@@ -9,22 +9,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
-from carrywave import __version__
 from carrywave.errors import PlanError
 from carrywave.plan.rates import CallKind, Rate
 
 PROFILE = "CARRYWAVE_PROFILE"  # environment variable: the file or name of the profile to plan with
 FORMAT = 4
-Transport = Literal["", "device memory", "NCCL", "gloo"]
-DEVICE_MEMORY: Transport = "device memory"
-BY_BACKEND: Mapping[str, Transport] = {"nccl": "NCCL", "gloo": "gloo"}  # of torch.distributed
 
 Count = Annotated[int, Strict(), Field(ge=0)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
@@ -41,7 +37,6 @@ class Link:
     latency_seconds: Number
     bytes_per_second: Positive
     source: str = "measured"  # or the publication the figures come from
-    transport: Transport = ""  # what carries messages and sums over it; "": what the runtime would choose
 
     def seconds(self, num_bytes: float) -> float:
         """How long a message of this size takes."""
@@ -67,7 +62,6 @@ class Profile:
     devices_per_host: Annotated[int, Strict(), Field(ge=1)] = 1
     reserved_bytes: Count = 0  # device memory that is not available to us: the context, libraries
     common_memory: Annotated[bool, Strict()] = False  # the devices of a host are its cores, and share memory_bytes
-    recorded: Annotated[bool, Strict()] = False  # steps are recorded as CUDA graphs, as on a GPU
     made_for_bf16: Annotated[bool, Strict()] = False  # what train.precision=auto is on these devices: bf16 if so, otherwise fp32
     versions: Mapping[str, str] = field(default_factory=dict)  # of what was timed
 
@@ -96,18 +90,14 @@ class Profile:
 
     @staticmethod
     def read(path: Path | str) -> Profile:
-        """Read a file written by `write`. That of another version is refused: its kernels may have been different."""
+        """Read a file written by `write`."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{path} cannot be read as a profile ({error}); use a file that carrywave measured") from None
         except (ValueError, RecursionError) as error:
             raise PlanError(f"{path} is not JSON ({error}); measure it again") from None
-        profile = Profile.of(values, str(path))
-        if profile.versions.get("carrywave", __version__) != __version__:
-            before = profile.versions["carrywave"]
-            raise PlanError(f"profile {profile.name} was measured with carrywave {before}, but this is {__version__}; measure it again")
-        return profile
+        return Profile.of(values, str(path))
 
     def rate(self, kind: CallKind, precision: str, workers: int) -> Rate:
         """The constants of a kind of call in a precision, timed with the nearest number of workers; of two, with the larger, slower one."""
@@ -144,19 +134,19 @@ def validated(cls: type[T], values: object, where: str) -> T:
         raise PlanError(f"{place}: {said[:1].lower()}{said[1:]}; correct it") from None
 
 
-def _published(latency_microseconds: float, gigabytes_per_second: float, publication: str, transport: Transport = "") -> Link:
+def _published(latency_microseconds: float, gigabytes_per_second: float, publication: str) -> Link:
     source = f"published: {publication}; latency {latency_microseconds:g} us assumed"
-    return Link(latency_microseconds * 1e-6, gigabytes_per_second * 1e9, source, transport)
+    return Link(latency_microseconds * 1e-6, gigabytes_per_second * 1e9, source)
 
 
 # Published figures are those of the hardware, for one direction; programs achieve less. Latencies are assumptions: what a message between
 # two processes usually takes, including the kernel launch. A measured link is always preferable.
 LINKS: dict[str, Link] = {
-    "nvlink3": _published(5, 300, "NVIDIA A100 data sheet, 600 GB/s a GPU in both directions together", DEVICE_MEMORY),
-    "nvlink4": _published(5, 450, "NVIDIA H100 and H200 data sheets, 900 GB/s a GPU in both directions together", DEVICE_MEMORY),
-    "nvlink5": _published(5, 900, "NVIDIA B200 data sheet, 1,800 GB/s a GPU in both directions together", DEVICE_MEMORY),
-    "pcie4": _published(10, 31.5, "PCI-SIG, PCI Express 4.0, 16 lanes of 16 GT/s in 128b/130b, a GPU", DEVICE_MEMORY),
-    "pcie5": _published(10, 63, "PCI-SIG, PCI Express 5.0, 16 lanes of 32 GT/s in 128b/130b, a GPU", DEVICE_MEMORY),
+    "nvlink3": _published(5, 300, "NVIDIA A100 data sheet, 600 GB/s a GPU in both directions together"),
+    "nvlink4": _published(5, 450, "NVIDIA H100 and H200 data sheets, 900 GB/s a GPU in both directions together"),
+    "nvlink5": _published(5, 900, "NVIDIA B200 data sheet, 1,800 GB/s a GPU in both directions together"),
+    "pcie4": _published(10, 31.5, "PCI-SIG, PCI Express 4.0, 16 lanes of 16 GT/s in 128b/130b, a GPU"),
+    "pcie5": _published(10, 63, "PCI-SIG, PCI Express 5.0, 16 lanes of 32 GT/s in 128b/130b, a GPU"),
     "infiniband-hdr": _published(10, 25, "NVIDIA ConnectX-6 data sheet, 200 Gb/s a port"),
     "infiniband-ndr": _published(10, 50, "NVIDIA ConnectX-7 data sheet, 400 Gb/s a port"),
     "ethernet-10g": _published(50, 1.25, "IEEE 802.3ae, 10 Gb/s a port"),
@@ -189,8 +179,3 @@ def named_profile() -> Profile | None:
     """The profile that the environment names, if it does."""
     name = os.environ.get(PROFILE)
     return find_profile(name) if name else None
-
-
-def with_transport(profile: Profile, transport: Transport) -> Profile:
-    """The profile with messages and sums carried this way within a host."""
-    return replace(profile, within=replace(profile.within, transport=transport))

@@ -137,16 +137,15 @@ def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
     Where timed calls do not tell which term takes the time, the last terms win: products grow with every dimension, so that a few calls
     cannot make the time seem independent of the size.
     """
-    width = len(rows[0])
-    scaled = [[term / time for term in row] for row, time in zip(rows, seconds, strict=True)]
-    sizes = [max(row[k] for row in scaled) or 1.0 for k in range(width)]
-    scaled = [[term / size for term, size in zip(row, sizes, strict=True)] for row in scaled]
-    gram = [[sum(row[a] * row[b] for row in scaled) for b in range(width)] for a in range(width)]
-    wanted = [sum(row[k] for row in scaled) for k in range(width)]
-    factors = [0.0] * width
+    import numpy as np  # only measuring needs it
+
+    scaled = np.array(rows) / np.array(seconds)[:, None]
+    sizes = np.maximum(scaled.max(axis=0), 1e-300)
+    scaled /= sizes
+    gram, wanted = scaled.T @ scaled, scaled.sum(axis=0)
+    factors = np.zeros(len(wanted))
     for _ in range(_SWEEPS):
-        for k in reversed(range(width)):
-            if gram[k][k] > 0:
-                rest = wanted[k] - sum(gram[k][j] * factors[j] for j in range(width))
-                factors[k] = max(0.0, factors[k] + rest / gram[k][k])
-    return [factor / size for factor, size in zip(factors, sizes, strict=True)]
+        for k in reversed(range(len(wanted))):
+            if gram[k, k] > 0:
+                factors[k] = max(0.0, factors[k] + (wanted[k] - gram[k] @ factors) / gram[k, k])
+    return [float(each) for each in factors / sizes]

@@ -8,56 +8,80 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from carrywave.errors import PlanError
 from carrywave.plan.cluster import Cluster
-from carrywave.plan.fitting import explained
 from carrywave.plan.memory import say
 from carrywave.plan.plan import Plan
 from carrywave.plan.predict import Prediction, Predictor
+from carrywave.plan.profile import Profile
 from carrywave.plan.space import Space
 from carrywave.plan.units import Units, unit_names
 
 GAIN_PER_DOUBLING = 0.05  # fraction of the time that doubling the devices must save to be worth it
-NEAR = 0.01  # times this near to each other count as equal
 SIMULATED = 8  # plans of each kind
 TRIED = 3  # plans that real steps decide among
-_BELOW = 0.9  # an even share of all work, times this, is a lower bound: chunks can be a little faster than the whole window
+MOST_SCALED = 256  # devices, unless more are asked for
 
 
-@dataclass(frozen=True)
-class Rival:
-    """A plan that was not chosen, and why."""
-
-    plan: Plan
-    why: str
-    prediction: Prediction | None = None  # None if it does not fit
+class NoFit(PlanError):
+    """No plan fits in memory."""
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """The chosen plan, the reason, and the alternatives."""
+    """The chosen plan, and the alternatives: the best of each kind, and of the chosen kind those with other chunks."""
 
     best: Prediction
-    why: str
-    rivals: tuple[Rival, ...]
+    rivals: tuple[Prediction, ...]
     serial: Prediction | None  # on one device; None if the model does not fit there
     devices: int  # available devices
     to_try: tuple[Plan, ...] = ()  # the few that real steps shall decide among, all of them on as many devices
+    chosen: Plan | None = None  # what the planner would choose, where the user asked for a plan
 
     @property
     def efficiency(self) -> float | None:
         """Step seconds on one device over device-seconds per step of the plan; None if one device cannot hold the model."""
         return None if self.serial is None else self.serial.seconds / (self.best.seconds * self.best.plan.workers)
 
+    @property
+    def why(self) -> str:
+        """The reason for the choice, in one sentence."""
+        used, name = self.best.plan.workers, describe(self.best.plan)
+        if self.chosen is not None:
+            return f"{name}: requested" + (
+                ", and also the planner's choice"
+                if self.chosen == self.best.plan
+                else f"; the planner would choose {describe(self.chosen)}, {self.beside(self.rivals[0])}"
+            )
+        if used == self.devices:
+            return f"{name}: the fastest found on {used} device{'s' * (used > 1)}"
+        more = min((each for each in self.rivals if each.plan.workers > used), key=lambda each: each.seconds, default=None)
+        beside = "" if more is None else f"; on {more.plan.workers}, {describe(more.plan)} is {self.beside(more)}"
+        return f"{name}: uses {used} of {self.devices} devices, as each doubling must save {GAIN_PER_DOUBLING:.0%}{beside}"
+
+    def beside(self, rival: Prediction) -> str:
+        """How another plan compares with this one."""
+        ratio = rival.seconds / self.best.seconds
+        return f"slower by {ratio - 1:.1%}" if ratio >= 1 else f"faster by {1 / ratio - 1:.1%}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """The fastest plan on up to `devices` devices."""
+
+    devices: int
+    prediction: Prediction
+
 
 def search(units: Units, cluster: Cluster, *, use_all: bool = False) -> PlanChoice:
     """The best plan on at most these devices or, with `use_all`, on all of them; raises `NoFit` if the model fits no plan."""
     predictor = Predictor(units, cluster)
-    found = sorted(simulated(predictor, Space(units, cluster, use_all)), key=lambda each: each.seconds)
-    best = best_paying(found)
+    found = _simulated(predictor, Space(units, cluster, use_all))
+    best = min(found, key=_score)
     serial = predictor.predict(Plan.serial()) if predictor.fits(Plan.serial()) else None
     kinds: dict[object, Prediction] = {}  # the best of each kind, the chosen one with other chunks, and the best on more devices
     for each in [*found, *([] if serial is None else [serial])]:
@@ -67,55 +91,97 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False) -> PlanChoi
         if each.plan.workers > best.plan.workers:
             kinds.setdefault("more", each)
     others = {each.plan: each for each in kinds.values() if each.plan != best.plan}
-    rivals = [Rival(each.plan, _why(each, best), each) for each in sorted(others.values(), key=lambda each: each.seconds)]
-    if serial is None:
-        missing = say(predictor.lack(Plan.serial())[1])
-        rivals.append(Rival(Plan.serial(), f"does not fit: {missing} over the {say(predictor.limit(Plan.serial()))} limit"))
-    why = _reason(best, rivals, cluster.devices, use_all=use_all)
-    tried = _to_try(predictor, best.plan, [each.plan for each in found], max(shape.steps for shape in units.shapes))
-    return PlanChoice(best, why, tuple(rivals), serial, cluster.devices, tried)
+    rivals = tuple(sorted(others.values(), key=lambda each: each.seconds))
+    tried = _to_try(predictor, best.plan, [each.plan for each in found])
+    return PlanChoice(best, rivals, serial, cluster.devices, tried)
 
 
-def _to_try(predictor: Predictor, best: Plan, plans: Sequence[Plan], steps: int) -> tuple[Plan, ...]:
+def asked_for(plan: Plan, units: Units, cluster: Cluster, choice: PlanChoice) -> PlanChoice:
+    """The choice with the user's plan instead of the chosen one, which becomes the first of the alternatives."""
+    predictor = Predictor(units, cluster)
+    stage, over = predictor.lack(plan)
+    if over > 0:
+        raise PlanError(
+            f"stage {stage} of the requested plan ({unit_names(len(units), *plan.span(stage, len(units)))}) exceeds the "
+            f"{say(predictor.limit(plan))} of its device by {say(over)}; this plan fits: {describe(choice.best.plan)}"
+        )
+    asked = predictor.predict(plan)
+    others = tuple(each for each in (choice.best, *choice.rivals) if each.plan != asked.plan)
+    return replace(choice, best=asked, rivals=others, chosen=choice.best.plan)
+
+
+def scale(units: Units, profile: Profile, per_host: int, most: int = MOST_SCALED) -> list[Point]:
+    """The fastest plan on 1, 2, 4, … `most` devices; on one host only, if the profile has no link between hosts."""
+    points: list[Point] = []
+    misfit: NoFit | None = None
+    for devices in (1 << power for power in range(max(1, most).bit_length())):
+        if devices > per_host and profile.between is None:
+            break
+        cluster = Cluster.uniform(profile, devices, per_host)
+        try:
+            found = _simulated(Predictor(units, cluster), Space(units, cluster))
+            points.append(Point(devices, min(found, key=lambda each: each.seconds)))
+        except NoFit as error:
+            misfit = error
+    if not points:
+        raise misfit or PlanError("no device to plan for; use 1 or more")
+    return points
+
+
+def best_paying(points: Sequence[Point]) -> Prediction:
+    """The fastest plan, where more devices must pay off."""
+    return min((point.prediction for point in points), key=_score)
+
+
+def _to_try(predictor: Predictor, best: Plan, plans: Sequence[Plan]) -> tuple[Plan, ...]:
     """The best plan of each kind, then one with a quarter of the chunks and whole lanes, which depends less on how long messages take and
     on how well workers work side by side; then the next best.
     """
+    steps = max(shape.steps for shape in predictor.units.shapes)
     alike = [plan for plan in plans if plan.workers == best.workers]
     firsts = [plan for at, plan in enumerate(alike) if _kind(plan) not in map(_kind, alike[:at])]
     longer = [(plan, 4 * plan.chunk_steps) for plan in firsts if plan.chunk_steps is not None]
     fewer = [replace(plan, chunk_steps=each if each < steps else None, micro_batches=1) for plan, each in longer]
-    return tuple(dict.fromkeys([best, *firsts, *(plan for plan in fewer if predictor.fits(plan)), *alike]))[:TRIED]
+    return tuple(dict.fromkeys([best, *firsts, *filter(predictor.fits, fewer), *alike]))[:TRIED]
 
 
-def simulated(predictor: Predictor, space: Space, wanted: Callable[[Plan], bool] = lambda plan: True) -> list[Prediction]:
-    """The first few plans of each kind by formula, simulated."""
-    groups = [group for group in space.groups() if wanted(group)]
+def _simulated(predictor: Predictor, space: Space) -> list[Prediction]:
+    """The first few plans of each kind by formula, simulated; the fastest first."""
+    groups = space.groups()
     if not groups:
         raise PlanError(
             f"{space.most_lanes} lanes and {len(space.units)} units (encoder, {space.units.layers} layers, head) cannot use all "
             f"{space.cluster.devices} devices; use fewer devices"
         )
-    found = [predictor.predict(plan) for kind in dict.fromkeys(map(_kind, groups)) for plan in _ranked(predictor, space, groups, kind)]
+    ranked: dict[object, list[Plan]] = {}
+    for group in groups:
+        fitting = partial(_fitting, predictor)
+        ranked.setdefault(_kind(group), []).extend(fitting(space.plans(group)) or fitting(space.leaner(group)))
+
+    def priced(plan: Plan) -> float:
+        return predictor.estimate(plan) * _price(plan)
+
+    found = [predictor.predict(plan) for plans in ranked.values() for plan in heapq.nsmallest(SIMULATED, plans, key=priced)]
     if not found:
-        raise explained(predictor, space)
-    return found
+        raise _no_fit(predictor, space)
+    return sorted(found, key=lambda each: each.seconds)
 
 
-def _ranked(predictor: Predictor, space: Space, groups: Sequence[Plan], kind: object) -> list[Plan]:
-    """The plans of a kind that come first by formula."""
-    bounds = sorted(((predictor.shared_out(group), group) for group in groups if _kind(group) == kind), key=lambda pair: pair[0])
-    ranked: list[tuple[float, int, Plan]] = []
-    for bound, group in bounds:
-        if len(ranked) >= SIMULATED and _BELOW * bound * _price(group) > ranked[SIMULATED - 1][0]:
-            continue
-        plans = list(_fitting(predictor, space.plans(group))) or list(_fitting(predictor, space.leaner(group)))
-        ranked += [(predictor.estimate(plan) * _price(plan), at, plan) for at, plan in enumerate(plans, len(ranked))]
-        ranked = heapq.nsmallest(SIMULATED, ranked)
-    return [plan for _, _, plan in ranked]
+def _fitting(predictor: Predictor, plans: Iterable[Plan]) -> list[Plan]:
+    return list(filter(predictor.fits, map(predictor.cut, plans)))
 
 
-def _fitting(predictor: Predictor, plans: Iterator[Plan]) -> Iterator[Plan]:
-    return (plan for plan in map(predictor.cut, plans) if predictor.fits(plan))
+def _no_fit(predictor: Predictor, space: Space) -> NoFit:
+    """The error for all plans together: what the plan that needs the least lacks."""
+    leanest = [predictor.cut([group, *space.leaner(group)][-1]) for group in space.groups()]
+    plan, (stage, over) = min(((plan, predictor.lack(plan)) for plan in leanest), key=lambda each: each[1][1])
+    devices, size = space.cluster.devices, "batch.lanes" if space.units.streams else "batch.tokens"
+    half = "" if space.units.activation_bytes == 2 else "train.precision=bf16, "
+    names = unit_names(len(space.units), *plan.span(stage, len(space.units)))
+    return NoFit(
+        f"the model does not fit on {devices} device{'s' * (devices > 1)}: at best, stage {stage} ({names}) exceeds the "
+        f"{say(predictor.limit(plan))} of its device by {say(over)}; use a smaller {size}, {half}more devices or a smaller model"
+    )
 
 
 def _kind(plan: Plan) -> tuple[bool, bool]:
@@ -123,18 +189,13 @@ def _kind(plan: Plan) -> tuple[bool, bool]:
     return plan.replicas > 1, plan.stages > 1
 
 
-def _price(plan: Plan, gain: float = GAIN_PER_DOUBLING) -> float:
-    """The factor by which seconds are penalized for the number of devices, if each doubling must save the fraction `gain`."""
-    return math.pow(1 - gain, -math.log2(plan.workers))
+def _price(plan: Plan) -> float:
+    """The factor by which seconds are penalized for the number of devices, as each doubling must save `GAIN_PER_DOUBLING`."""
+    return math.pow(1 - GAIN_PER_DOUBLING, -math.log2(plan.workers))
 
 
 def _score(prediction: Prediction) -> float:
     return prediction.seconds * _price(prediction.plan)
-
-
-def best_paying(predictions: Sequence[Prediction]) -> Prediction:
-    """The fastest prediction, where more devices must pay off."""
-    return min(predictions, key=_score)
 
 
 def describe(plan: Plan) -> str:
@@ -147,57 +208,3 @@ def describe(plan: Plan) -> str:
         parts.append(f"{plan.micro_batches} micro-batches")
     parts += ["recompute twice" if plan.recompute == "twice" else "recompute"] * bool(plan.recompute) + ["shared head"] * plan.shares_head
     return ", ".join(parts)
-
-
-def asked_for(plan: Plan, units: Units, cluster: Cluster, choice: PlanChoice) -> PlanChoice:
-    """The choice with the user's plan instead of the chosen one, which becomes one of the alternatives."""
-    predictor = Predictor(units, cluster)
-    stage, over = predictor.lack(plan)
-    if over > 0:
-        raise PlanError(
-            f"stage {stage} of the requested plan ({unit_names(len(units), *plan.span(stage, len(units)))}) exceeds the "
-            f"{say(predictor.limit(plan))} of its device by {say(over)}; this plan fits: {describe(choice.best.plan)}"
-        )
-    asked = predictor.predict(plan)
-    if asked.plan == choice.best.plan:
-        return replace(choice, why=f"{describe(asked.plan)}: requested, and also the planner's choice")
-    rivals = [Rival(choice.best.plan, f"the planner's choice: {_why(choice.best, asked)}", choice.best)]
-    rivals += [
-        rival if rival.prediction is None else replace(rival, why=_why(rival.prediction, asked))
-        for rival in choice.rivals
-        if rival.plan != asked.plan
-    ]
-    why = f"{describe(asked.plan)}: requested; the planner would choose {describe(choice.best.plan)}, {_why(choice.best, asked)}"
-    return replace(choice, best=asked, why=why, rivals=tuple(rivals))
-
-
-def _why(rival: Prediction, best: Prediction) -> str:
-    """Why a plan that fits was not chosen."""
-    ratio, more = rival.seconds / best.seconds, rival.plan.workers / best.plan.workers
-    if _score(rival) < _score(best) * (1 - NEAR):
-        return f"faster by {1 / ratio - 1:.1%}"
-    if ratio < 1 and more > 1:
-        return f"{1 - ratio:.1%} less time for {more:.3g} times the devices: below the {GAIN_PER_DOUBLING:.0%} that each doubling must save"
-    if ratio < 1 + NEAR:
-        return "equally fast" + (", on more devices" if more > 1 else ", on fewer devices" if more < 1 else "")
-    return f"slower by {ratio - 1:.1%}"
-
-
-def _reason(best: Prediction, rivals: Sequence[Rival], offered: int, *, use_all: bool) -> str:
-    """The reason for the choice, in one sentence."""
-    used, name = best.plan.workers, describe(best.plan)
-    if use_all and offered > 1:
-        return f"{name}: the fastest found that uses all {offered} devices"
-    if used == offered:
-        return f"{name}: the fastest found on {offered} device{'s' if offered > 1 else ''}"
-    faster = [rival.prediction for rival in rivals if rival.prediction is not None and rival.plan.workers > used]
-    fastest = min(faster, key=lambda each: each.seconds, default=None)
-    if fastest is None:
-        return f"{name}: uses {used} of {offered} devices, and more would not help"
-    if fastest.seconds >= best.seconds:
-        slower = f"the best on more devices, {describe(fastest.plan)}, is slower by {fastest.seconds / best.seconds - 1:.1%}"
-        return f"{name}: uses {used} of {offered} devices, and more would not help; {slower}"
-    return (
-        f"{name}: uses {used} of {offered} devices, because {describe(fastest.plan)} saves only {1 - fastest.seconds / best.seconds:.1%} "
-        f"with {fastest.plan.workers}, below the {GAIN_PER_DOUBLING:.0%} that each doubling must save"
-    )

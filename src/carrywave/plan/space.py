@@ -56,29 +56,25 @@ class Space:
             return
         share = (False,) if self.units.pooled or self.units.whole_head else (False, True)
         for micro_batches in self._micro_batches(group, (1, 2, *(MORE_MICRO_BATCHES if self.units.whole else ()))):
-            for steps in self.chunk_steps():
+            for steps in self._chunk_steps(CHUNKS):
                 for share_head in share:
                     yield replace(group, chunk_steps=steps, micro_batches=micro_batches, share_head=share_head)
 
     def leaner(self, group: Plan) -> Iterator[Plan]:
         """Plans that need less memory than those of `plans`: recomputation, more micro-batches, and on one stage also chunks."""
         for micro_batches in self._micro_batches(group, (1, 2, *MORE_MICRO_BATCHES)):
-            if group.stages > 1:
-                for steps in self.chunk_steps():
-                    for recompute in (False, True):
-                        yield replace(group, chunk_steps=steps, micro_batches=micro_batches, recompute=recompute)
-                continue
-            yield replace(group, micro_batches=micro_batches)
-            steps_of = {-(-self.longest // chunks) for chunks in LONG_CHUNKS if not self.units.whole and chunks < self.longest}
-            for steps in sorted(steps_of, reverse=True):
-                plan = replace(group, micro_batches=micro_batches, chunk_steps=steps, recompute=True)
-                yield plan
+            for steps in self._chunk_steps(CHUNKS if group.stages > 1 else LONG_CHUNKS):
+                plan = replace(group, micro_batches=micro_batches, chunk_steps=steps)
+                if group.stages > 1 or steps is None:
+                    yield plan
+                if group.stages > 1 or steps is not None:
+                    yield replace(plan, recompute=True)
                 if plan.chunks(self.longest) >= LEAST_CHUNKS_TWICE:
                     yield replace(plan, recompute="twice")
 
-    def chunk_steps(self) -> list[int | None]:
+    def _chunk_steps(self, numbers: tuple[int, ...]) -> list[int | None]:
         """Chunk sizes to try: the whole window (None), then parts of it, longest first."""
-        steps = set() if self.units.whole else {-(-self.longest // chunks) for chunks in CHUNKS}
+        steps = set() if self.units.whole else {-(-self.longest // chunks) for chunks in numbers}
         return [None, *sorted((each for each in steps if LEAST_CHUNK_STEPS <= each < self.longest), reverse=True)]
 
     def _micro_batches(self, group: Plan, numbers: tuple[int, ...]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from carrywave.cells.cell import HALF_PRECISIONS, Cell, by_name, names
+from carrywave.cells.cell import Cell, by_name, names
 from carrywave.errors import PlanError
 from carrywave.plan.rates import CallSize
 from carrywave.spec.facts import DataFacts
@@ -24,7 +24,6 @@ class Convolution:
     inputs: int
     channels: int
     times: int  # its outputs for each step that the recurrent layers see
-    dropped: bool
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Unit:
     directions: int = 1
     dropout: int = 0  # width of the dropout applied to its output; 0 for none
     norm: int = 0  # width of the layer norm applied to its output; 0 for none
-    launches: int = 0  # of what no kernel of ours runs: operations that are launched at every step
     heads: int = 1
     front: tuple[Convolution, ...] = ()  # of the encoder
 
@@ -75,24 +73,22 @@ def encoder_unit(spec: Spec, facts: DataFacts) -> Unit:
     if not layers:
         return plain
     front: list[Convolution] = []
-    width, many = plain.width_out * (4 if spec.model.front_scales and not facts.vocabulary else 1), total_stride(layers)
-    own_norm = 2 if spec.model.front_norm == "sequence" else 0  # torch's keeps only what it reads
-    kept, parameters, work = plain.kept * many, plain.parameters, 0
+    stride = many = total_stride(layers)
+    width = plain.width_out * (4 if spec.model.front_scales and not facts.vocabulary else 1)
+    kept, parameters = plain.kept * many, plain.parameters
     for layer in layers:
-        many_before, many = many, many // layer.stride
-        front.append(Convolution(width * layer.kernel, layer.channels, many, bool(spec.model.front_dropout)))
+        before, many = width * many, many // layer.stride
+        front.append(Convolution(width * layer.kernel, layer.channels, many))
         parameters += (width * layer.kernel + 3) * layer.channels  # its bias, and the norm's scale and bias
-        # What the convolution reads, without padding; what it gives, the norm and ReLU after it, and dropout.
-        of_layer = width * many_before + layer.channels * many * (own_norm + (3 if spec.model.front_dropout else 2))
-        kept, work = kept + of_layer, max(work, of_layer)
+        kept += before + 4 * layer.channels * many  # what it reads and gives, and what norm, ReLU and dropout make of that
         width = layer.channels
     return replace(
         plain,
         width_out=width,
         parameters=parameters,
         kept=kept,
-        deferred=plain.deferred * total_stride(layers),
-        work=max(work, plain.work * total_stride(layers)),
+        deferred=plain.deferred * stride,
+        work=max(kept, plain.work * stride),
         dropout=width if plain.dropout else 0,
         front=(*plain.front, *front),
     )
@@ -101,40 +97,26 @@ def encoder_unit(spec: Spec, facts: DataFacts) -> Unit:
 def _plain_encoder(spec: Spec, facts: DataFacts) -> Unit:
     model = spec.model
     if facts.vocabulary:
-        width = model.embedding or model.widths[0]
-        dropped = width if given_or(model.dropout_input, model.dropout) or model.dropout_words else 0
-        size = facts.vocabulary * width
-        words = Unit(
-            "encoder",
-            "embedding",
-            facts.vocabulary,
-            width,
-            0,
-            width,
-            size,
-            kept=dropped + 2,
-            deferred=width + 2,
-            work=width,
-            dropout=dropped,
-        )
+        rows, width = facts.vocabulary, model.embedding or model.widths[0]
+        dropout = width if given_or(model.dropout_input, model.dropout) or model.dropout_words else 0
+        words = Unit("encoder", "embedding", rows, width, 0, width, rows * width, dropout + 2, width + 2, work=width, dropout=dropout)
         return _spelled(words, spec, facts) if facts.characters else words
     if not facts.features:
         raise PlanError("the data has neither tokens nor features, so the model has no input; pass the data's facts, or the data itself")
     inputs = step_inputs(spec, facts)
     width = inputs.width
-    dropped = width if model.dropout_input else 0
-    return Unit("encoder", "numbers", width, width, 0, width, inputs.parameters, kept=width, dropout=dropped)
+    return Unit("encoder", "numbers", width, width, 0, width, inputs.parameters, width, dropout=width if model.dropout_input else 0)
 
 
 def _spelled(words: Unit, spec: Spec, facts: DataFacts) -> Unit:
     """The encoder of words with what reads their characters beside it."""
     width, added = CHARACTER_EMBEDDING, spec.model.character_width
-    cell, convolved = by_name("lstm"), spec.model.characters == "cnn"
-    read = Convolution(3 * width, added, facts.word_length, dropped=False)
-    parameters, kept = (3 * width + 1) * added, 3 * width + 2 * added  # of each character: what the filters read and give
-    if not convolved:
-        hidden = added // 2
-        read = Convolution(width + hidden, 2 * cell.gates * hidden, facts.word_length, dropped=False)
+    if spec.model.characters == "cnn":
+        read = Convolution(3 * width, added, facts.word_length)
+        parameters, kept = (3 * width + 1) * added, 3 * width + 2 * added  # of each character: what the filters read and give
+    else:
+        cell, hidden = by_name("lstm"), added // 2
+        read = Convolution(width + hidden, 2 * cell.gates * hidden, facts.word_length)
         parameters, kept = 2 * (cell.multiply_adds(width, hidden) + 2 * cell.gates * hidden), width + 2 * (cell.kept + 1) * hidden
     return replace(
         words,
@@ -152,19 +134,15 @@ def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropou
     model = spec.model
     cell, directions, back = by_name(model.cell), 2 if model.bidirectional else 1, model.projection or hidden
     rows, extra = cell.gates * hidden, cell.further(hidden, model.cell_norm).values()
-    one = cell.multiply_adds(width, hidden, model.projection, model.heads) + 2 * rows + sum(math.prod(each.shape) for each in extra)
-    norm = out if model.layer_norm else 0
-    widths = cell.widths(hidden, model.projection)
-    carry = directions * sum(widths)
-    learned = [size for part, size in zip(cell.parts, widths, strict=True) if part in cell.free_parts] if model.learned_carry else []
-    parameters = directions * one + 2 * norm + directions * sum(learned)
-    zoned = sum(chance > 0 for chance in cell.zoneout(model.zoneout))
-    kernels = cell.has_kernels(spec.train.precision)
-    by_steps = model.cell_norm or not (kernels and _persistent(spec, hidden, noise=bool(zoned or model.recurrent_dropout)))
+    widths, norm = cell.widths(hidden, model.projection), out if model.layer_norm else 0
+    of_carry = sum(size for part, size in zip(cell.parts, widths, strict=True) if part in cell.free_parts) if model.learned_carry else 0
+    one = cell.multiply_adds(width, hidden, model.projection, model.heads) + 2 * rows + of_carry
     # Inside the cell: both products and the memory before their norms, the candidate and its mask, and the masks of zoneout.
-    inside = (2 * cell.gates + 1 if model.cell_norm else 0) + (2 if model.recurrent_dropout else 0) + zoned
+    inside = (2 * cell.gates + 1) * model.cell_norm + 2 * bool(model.recurrent_dropout)
+    inside += sum(chance > 0 for chance in cell.zoneout(model.zoneout))
     # What the cell keeps, the output (also before the projection), then what dropout and norm save.
     kept = directions * ((cell.kept + inside) * hidden + (hidden if model.projection else 0)) + out + dropout + norm
+    defers = cell.has_kernels(spec.train.precision) and not inside and model.heads == 1  # autograd alone defers nothing
     return Unit(
         f"layer {layer + 1}",
         cell.name,
@@ -172,24 +150,14 @@ def layer_unit(spec: Spec, layer: int, width: int, hidden: int, out: int, dropou
         hidden,
         width,
         out,
-        parameters,
+        directions * (one + sum(math.prod(each.shape) for each in extra)) + 2 * norm,
         kept,
-        deferred=directions * (rows + back) + width if kernels and not by_steps else 0,  # autograd alone defers nothing
-        carry=carry,
+        deferred=directions * (rows + back) + width if defers else 0,
+        carry=directions * sum(widths),
         work=directions * cell.kept * hidden + width,
         projection=model.projection,
         directions=directions,
         dropout=dropout,
         norm=norm,
-        launches=cell.launches if kernels and by_steps else 0,
         heads=model.heads,
     )
-
-
-def _persistent(spec: Spec, hidden: int, *, noise: bool) -> bool:
-    """True if the kernels of a cell run a layer with heads or noise as they run a plain one: only the persistent ones do, on a GPU."""
-    model = spec.model
-    if model.heads == 1 and not noise:
-        return True
-    fits = model.heads == 1 or hidden // model.heads in (64, 128, 256, 512)
-    return spec.train.precision in HALF_PRECISIONS and fits and not model.projection and not (noise and model.bidirectional)

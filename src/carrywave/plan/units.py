@@ -1,7 +1,7 @@
 """`Units` describes what a plan divides (the encoder, each layer, the head): sizes, parameters, and memory per lane and step.
 
 Everything is derived from the spec and the facts of the data; no model is built. Counts are numbers of elements, whose size in bytes
-depends on the precision.
+depends on the precision. Parameters are exact; what is kept for backward is counted closely enough to tell what fits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import TrainSpec
 
-FEATURES = 24  # of a word that model.word_scores adds up
 _ACTIVATION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 _STATES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # optimizer state elements per parameter
-# Of a transcription, elements for each place of a label: alpha, beta and what is emitted there, with what becomes of them; operations that
-# one step of the recursion takes; copies of the logits: their logarithms, and the gradient of these.
-ALIGNED, ALIGNING, KEPT_LOGS = 8, 4, 3
+_ALIGNED = 8  # elements for each place of a label that a transcription keeps: alpha, beta, what is emitted, and what becomes of them
 _SHAPES = 3  # representative batch shapes when sequences differ in length
 
 
@@ -36,6 +33,9 @@ class BatchShape:
     lanes: int
     steps: int
     share: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.lanes} lane{'s' * (self.lanes > 1)} x {self.steps} steps"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ class Units:
     streams: bool = True
     outer: int = 0  # copies of the weights besides, on replicas that do not exchange at every step (`train.sync`)
     whole_head: bool = False  # the head reads whole sequences, so that stages cannot share it
-    picks_rows: bool = False  # the head's work depends on the targets, so that nothing is recorded
     stride: int = 1  # steps of the data that a front makes one of; shapes are those after it
 
     def __len__(self) -> int:
@@ -66,7 +65,7 @@ class Units:
 
     def rows_of(self, unit: Unit, steps: int) -> int:
         """How many rows of each lane a unit computes for this many steps; of a head that pools, one."""
-        if unit.width_out == 0 and self.pooled and not unit.launches:
+        if unit.width_out == 0 and self.pooled and not self.whole_head:
             return 1
         return steps * (self.stride if unit.front else 1)
 
@@ -128,62 +127,34 @@ class Units:
         A precision of `auto` counts as fp32, which it is on devices that are not known to be made for bf16.
         """
         spec = with_precision(fitted(spec, facts), suited(made_for_bf16=False))
-        model = spec.model
+        model, train = spec.model, spec.train
         encoder = encoder_unit(spec, facts)
-        directions = 2 if model.bidirectional else 1
         units, width = [encoder], encoder.width_out
         hidden_dropout = model.dropout if model.dropout_hidden is None else model.dropout_hidden
         for layer, hidden in enumerate(model.widths):
-            out = (model.projection or hidden) * directions
+            out = (model.projection or hidden) * (2 if model.bidirectional else 1)
             dropped = hidden_dropout if layer < model.layers - 1 else given_or(model.dropout_output, model.dropout)
             units.append(layer_unit(spec, layer, width, hidden, out, out if dropped else 0))
             width = out
-        head, outputs = _head(spec, facts)
         tied = facts.vocabulary * width if model.tie else 0
-        pooled, alignments = spec.pooled and spec.task != "transcription", 0
-        if spec.task == "transcription":  # what each lane reaches of its labels, forwards and backwards, step by step
-            alignments = model.upsample * ALIGNED * (2 * facts.most_labels + 1)
-        past = spec.past_steps if spec.task == "forecasting" else 0
-        line = facts.outputs * spec.data.horizon * (past + 1) if past and model.linear else 0
-        read = 2 * width if pooled and model.pool == "mean_max" else width
-        query = width if pooled and model.pool == "attention" else 0
-        units.append(
-            Unit(
-                "head",
-                head,
-                read + past,  # the last values are multiplied with as many weights for each output
-                outputs,
-                width,
-                0,
-                outputs * read + outputs - tied + query + line,
-                kept=0 if pooled else outputs * (KEPT_LOGS if alignments else 1) + facts.outputs * past + _likelihood(spec, facts),
-                deferred=0 if pooled else outputs,
-                work=0 if pooled else outputs + alignments,
-                carry=read if pooled else 0,
-                launches=ALIGNING * model.upsample if alignments else 0,
-            )
-        )
         if tied:
             units[0] = replace(encoder, parameters=0)
-        if model.crf:
-            units[-1] = _crf(units[-1], model.word_scores)
-        if model.softmax == "adaptive":
-            units[-1] = _adaptive(units[-1], width, model.cutoffs_of(facts.vocabulary), facts.vocabulary)
+        stride = total_stride(model.front_layers)
         return Units(
-            tuple(units),
-            tuple(replace(shape, steps=-(-shape.steps // total_stride(model.front_layers))) for shape in _shapes(spec, facts)),
-            spec.train.precision,
-            spec.train.optimizer,
-            _states(spec.train),
+            (*units, _head(spec, facts, width, tied)),
+            tuple(replace(shape, steps=-(-shape.steps // stride)) for shape in _shapes(spec, facts)),
+            train.precision,
+            train.optimizer,
+            # An average of the weights is optimizer state, too.
+            (1 if train.optimizer == "sgd" and train.momentum else _STATES[train.optimizer]) + (train.ema is not None),
             tied,
-            spec.train.accumulate,
-            pooled or bool(alignments),
+            train.accumulate,
+            spec.pooled or spec.task == "transcription",
             model.bidirectional or spec.reads_whole,
             spec.streams,
-            outer=_outer_copies(spec.train),
+            outer=_outer_copies(train),
             whole_head=model.crf is True or spec.task == "transcription",
-            picks_rows=model.softmax == "adaptive",
-            stride=total_stride(model.front_layers),
+            stride=stride,
         )
 
 
@@ -193,11 +164,6 @@ def unit_names(units: int, first: int, last: int) -> str:
     low, high = max(first, 1), min(last, head)
     layers = [] if high <= low else [f"layer {low}"] if high - low == 1 else [f"layers {low}-{high - 1}"]
     return ", ".join(["encoder"] * (first == 0) + layers + ["head"] * (last > head))
-
-
-def _states(train: TrainSpec) -> int:
-    """Elements of optimizer state for each parameter, an average of the weights among them."""
-    return (1 if train.optimizer == "sgd" and train.momentum else _STATES[train.optimizer]) + (train.ema is not None)
 
 
 def _outer_copies(train: TrainSpec) -> int:
@@ -210,15 +176,47 @@ def _outer_copies(train: TrainSpec) -> int:
     return 1 + (1 if momentum else 0) + -(-2 // train.sync_fragments)
 
 
-def _head(spec: Spec, facts: DataFacts) -> tuple[str, int]:
+def _head(spec: Spec, facts: DataFacts, width: int, tied: int) -> Unit:
+    """The head, which reads the last layer's output; weights tied to the encoder are not its own."""
+    model, transcribes = spec.model, spec.task == "transcription"
+    kind, outputs = _outputs(spec, facts)
+    pooled = spec.pooled and not transcribes
+    past = spec.past_steps if spec.task == "forecasting" else 0
+    line = facts.outputs * spec.data.horizon * (past + 1) if past and model.linear else 0
+    read = 2 * width if pooled and model.pool == "mean_max" else width
+    query = width if pooled and model.pool == "attention" else 0
+    paths = _ALIGNED * model.upsample * (2 * facts.most_labels + 1) if transcribes else 0
+    head = Unit(
+        "head",
+        kind,
+        read + past,  # the last values are multiplied with as many weights for each output
+        outputs,
+        width,
+        0,
+        outputs * read + outputs - tied + query + line,
+        kept=0 if pooled else outputs * (3 if transcribes else 1) + facts.outputs * past,
+        deferred=0 if pooled else outputs,
+        work=0 if pooled else outputs + paths,
+        carry=read if pooled else 0,
+    )
+    if model.crf:  # at every step, scores are multiplied with those of all pairs of labels; sums over paths are there while it runs
+        own = outputs * (outputs + 2 + model.word_scores)
+        return replace(head, inputs=read + 2 * outputs, parameters=head.parameters + own, kept=4 * outputs, work=14 * outputs)
+    if model.softmax == "adaptive":
+        return _adaptive(head, width, model.cutoffs_of(facts.vocabulary), facts.vocabulary)
+    return head
+
+
+def _outputs(spec: Spec, facts: DataFacts) -> tuple[str, int]:
     """The kind of the head and its number of outputs."""
+    kind = "softmax"
     match spec.task:
         case "language":
-            kind, outputs = "softmax", facts.vocabulary
+            outputs = facts.vocabulary
         case "tagging" | "classification":
-            kind, outputs = "softmax", len(facts.labels)
+            outputs = len(facts.labels)
         case "transcription":
-            kind, outputs = "softmax", spec.model.upsample * (len(facts.labels) + 1) if facts.labels else 0
+            outputs = spec.model.upsample * (len(facts.labels) + 1) if facts.labels else 0
         case "regression":
             kind, outputs = "linear", facts.outputs
         case "forecasting":
@@ -229,29 +227,6 @@ def _head(spec: Spec, facts: DataFacts) -> tuple[str, int]:
             f"the data has nothing for {spec.task} to predict (vocabulary, labels or outputs); pass the data's facts, or the data itself"
         )
     return kind, outputs
-
-
-def _likelihood(spec: Spec, facts: DataFacts) -> int:
-    """What backward keeps of a likelihood: some numbers for each value, of counts in float64."""
-    if spec.task != "forecasting" or spec.data.distribution == "none":
-        return 0
-    return spec.data.horizon * facts.outputs * (24 if spec.data.counts else 10)
-
-
-def _crf(head: Unit, rows: int) -> Unit:
-    """The head as a conditional random field: at every step, the scores so far are multiplied with those of all pairs of labels, forward
-    and backward, and one step waits for the other. Emissions and slopes are kept in float32; sums over beginnings and ends of paths, and
-    probabilities, are there while it runs, each for all paths and for those through the targets.
-    """
-    labels = head.outputs
-    return replace(
-        head,
-        inputs=head.inputs + 2 * labels,
-        parameters=head.parameters + labels * labels + 2 * labels + rows * labels,
-        kept=4 * labels + bool(rows) * FEATURES * (labels + 2),
-        work=14 * labels,
-        launches=1,
-    )
 
 
 def _adaptive(head: Unit, width: int, cutoffs: tuple[int, ...], vocabulary: int) -> Unit:

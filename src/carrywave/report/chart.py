@@ -14,8 +14,6 @@ from typing import ClassVar
 
 from markupsafe import Markup
 
-from carrywave.plan.show.text import ticks
-
 WIDTH, HEIGHT, WIDE = 440, 250, 620  # pixels; WIDE is the width of a chart that has half of the page
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 34  # pixels around the plot
 ROW, LETTER, HEAD = 14, 7.4, 26  # pixels: of a line of text above the plot, of a letter in it, and of a title in a file of its own
@@ -223,3 +221,10 @@ def _within(x: float, text: str, width: int) -> float:
 
 def _text(points: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round values within a range, at most about this many."""
+    step = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= (high - low) * (1 - 1e-9))
+    return [count * step for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

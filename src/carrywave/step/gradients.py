@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
-from carrywave.plan.memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from carrywave.step.norms import by_dtype, norm_of_each
 
 Flags = tuple[bool, ...]  # one for each trained parameter
+# Gradients that are summed together; a larger parameter is summed alone. A collective costs its workers the same messages whatever it sums,
+# so that few large ones cost least; in device memory, where a sum costs hardly more than its bytes, the buffer is as large as a bucket.
+BUCKET_BYTES, DEVICE_BUCKET_BYTES = 25 << 20, 8 << 20
 
 
 @dataclass(frozen=True)

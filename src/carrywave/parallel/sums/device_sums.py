@@ -14,8 +14,8 @@ from torch import Tensor
 
 from carrywave.parallel.memory.symmetric import GrowingMemory, SharedMemory, padded, write
 from carrywave.parallel.sums.group_sums import added_up
-from carrywave.plan.memory import SUMS_LEAST_BYTES
 
+LEAST_BYTES = 1 << 16  # of the memory
 SMALL = 1 << 13  # numbers that are not worth a second round
 _ARRIVED, _READ = 0, 1  # barriers: numbers have arrived; they have been read
 
@@ -29,7 +29,7 @@ class DeviceSum:
     overlaps = False  # it is work of the current stream
 
     def __init__(self, workers: int, make: Make) -> None:
-        self.workers, self.memory = workers, GrowingMemory(make, SUMS_LEAST_BYTES)
+        self.workers, self.memory = workers, GrowingMemory(make, LEAST_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by its sum over the workers."""

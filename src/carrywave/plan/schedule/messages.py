@@ -72,8 +72,7 @@ class Program:
 
 
 def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
-    """The schedule with a send right after each run (for `in_turn` schedules, after the last run of a micro-batch), and with receives
-    posted ahead of the runs that need them.
+    """The schedule with a send right after each run, and with receives posted ahead of the runs that need them.
 
     All tasks are put in one global order, by start time. Before a run, a stage has posted the receives of all messages whose
     sending tasks precede that run in this order. So if tasks execute in this order, no send ever blocks: its receiver has
@@ -121,7 +120,6 @@ def _steps(schedule: Schedule, stage: int, turns: dict[StageTask, int], ahead: i
     steps: list[ProgramStep] = []
     inboxes = _inboxes(schedule, stage)
     due, posted = [0] * len(inboxes), [0] * len(inboxes)
-    held: list[StageTask] = []  # tasks that have run but not sent their output
     for task in schedule.stages[stage]:
         for channel, inbox in enumerate(inboxes):
             while due[channel] < len(inbox) and turns[inbox[due[channel]][0]] < turns[task]:
@@ -131,34 +129,22 @@ def _steps(schedule: Schedule, stage: int, turns: dict[StageTask, int], ahead: i
             posted[channel] = post
         steps.append(ProgramStep("run", task))
         if outgoing(task, schedule) is not None:
-            held.append(task)
-        if not schedule.in_turn or task.chunk == (schedule.chunks[task.micro_batch] - 1 if task.phase == "F" else 0):
-            steps += [ProgramStep("send", each) for each in held]
-            held.clear()
+            steps.append(ProgramStep("send", task))
     return tuple(steps)
 
 
 def _in_order(schedule: Schedule, stage: int, turns: dict[StageTask, int]) -> tuple[ProgramStep, ...]:
     """The steps of a stage with its messages in the global send order."""
-
-    def sent(task: StageTask) -> tuple[int, int]:
-        """Sort key for when a task's output is sent: after the task itself or, for `in_turn`, after the last task of its micro-batch."""
-        last = task._replace(chunk=schedule.chunks[task.micro_batch] - 1 if task.phase == "F" else 0) if schedule.in_turn else task
-        return turns[last], turns[task]
-
-    inbox = sorted((sent(task), reading) for messages in _inboxes(schedule, stage) for task, reading in messages)
-    given: defaultdict[int, list[ProgramStep]] = defaultdict(list)  # sends, keyed by the turn after which they happen
-    for task in schedule.stages[stage]:
-        if outgoing(task, schedule) is not None:
-            given[sent(task)[0]].append(ProgramStep("send", task))
+    inbox = sorted((turns[task], reading) for messages in _inboxes(schedule, stage) for task, reading in messages)
     steps: list[ProgramStep] = []
     posted = 0
     for task in schedule.stages[stage]:
-        while posted < len(inbox) and inbox[posted][0] < (turns[task], 0):
+        while posted < len(inbox) and inbox[posted][0] < turns[task]:
             steps.append(ProgramStep("receive", inbox[posted][1]))
             posted += 1
         steps.append(ProgramStep("run", task))
-        steps += given[turns[task]]
+        if outgoing(task, schedule) is not None:
+            steps.append(ProgramStep("send", task))
     return tuple(steps)
 
 

@@ -41,7 +41,6 @@ class Schedule:
 
     stages: tuple[tuple[StageTask, ...], ...]
     chunks: tuple[int, ...]  # number of chunks in each micro-batch
-    in_turn: bool = False  # a stage passes a micro-batch on only after finishing all of its chunks
 
     @property
     def micro_batches(self) -> int:
@@ -66,29 +65,24 @@ class Schedule:
 def serial(chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True, defer_weights: bool = True) -> Schedule:
     """One stage: each micro-batch runs forward through its chunks, then backward in reverse order, before the next micro-batch starts.
 
-    `defer_weights`: the weight gradients of a micro-batch with several chunks are a task of their own (W), here and in the other schedules.
+    `defer_weights`: the weight gradients of a micro-batch with several chunks are a task of their own (W), here and in the wavefront.
     """
     counts = _counts(1, chunks, micro_batches)
-    return Schedule((_one_by_one(0, counts, backward, defer_weights),), counts)
-
-
-def sequential(
-    stages: int, chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True, defer_weights: bool = True
-) -> Schedule:
-    """Naive model parallelism: stages run one after the other, a whole micro-batch at a time, so only one works at any moment (but for
-    weight gradients, which keep nobody waiting).
-    """
-    counts = _counts(stages, chunks, micro_batches)
-    if not backward and len(counts) > 1:
-        raise PlanError(
-            "a sequential schedule without backward must have one micro-batch, since no backward would hold up the next; "
-            "use micro_batches=1"
-        )
-    return Schedule(tuple(_one_by_one(stage, counts, backward, defer_weights) for stage in range(stages)), counts, in_turn=True)
+    tasks: list[StageTask] = []
+    for part, count in enumerate(counts):
+        row = [StageTask("F", 0, chunk, part) for chunk in range(count)]
+        tasks += row
+        if backward:
+            tasks += [task._replace(phase="B") for task in reversed(row)]
+        if backward and defer_weights and count > 1:
+            tasks.append(StageTask("W", 0, 0, part))
+    return Schedule((tuple(tasks),), counts)
 
 
 def gpipe(stages: int, micro_batches: int, *, backward: bool = True) -> Schedule:
-    """GPipe: micro-batches are pipelined without cutting time; all forwards, then all backwards in reverse order."""
+    """GPipe: micro-batches are pipelined without cutting time; all forwards, then all backwards in reverse order. With one micro-batch
+    this is naive model parallelism: stages run one after the other, so that only one works at any moment.
+    """
     counts = _counts(stages, 1, micro_batches)
     rows = []
     for stage in range(stages):
@@ -134,18 +128,6 @@ def _counts(stages: int, chunks: int | Sequence[int], micro_batches: int) -> tup
     if micro_batches not in (1, len(counts)):
         raise PlanError(f"{len(counts)} numbers of chunks do not match {micro_batches} micro-batches; omit micro_batches")
     return counts
-
-
-def _one_by_one(stage: int, counts: tuple[int, ...], backward: bool, defer_weights: bool) -> tuple[StageTask, ...]:
-    tasks: list[StageTask] = []
-    for part, count in enumerate(counts):
-        row = [StageTask("F", stage, chunk, part) for chunk in range(count)]
-        tasks += row
-        if backward:
-            tasks += [task._replace(phase="B") for task in reversed(row)]
-        if backward and defer_weights and count > 1:
-            tasks.append(StageTask("W", stage, 0, part))
-    return tuple(tasks)
 
 
 def source(task: StageTask, schedule: Schedule) -> StageTask | None:
@@ -199,11 +181,7 @@ def needs_on_stage(task: StageTask, schedule: Schedule) -> list[StageTask]:
 def needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
     """All tasks that must finish before this one starts, on its own stage and on another."""
     other = source(task, schedule)
-    if other is None:
-        return needs_on_stage(task, schedule)
-    if schedule.in_turn:  # wait for the last chunk the neighbour computes: it passes on whole micro-batches
-        other = other._replace(chunk=schedule.chunks[task.micro_batch] - 1 if task.phase == "F" else 0)
-    return [other, *needs_on_stage(task, schedule)]
+    return [*([] if other is None else [other]), *needs_on_stage(task, schedule)]
 
 
 def check(schedule: Schedule) -> None:

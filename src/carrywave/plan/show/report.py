@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from carrywave.plan.plan import Plan
 from carrywave.plan.predict import Prediction
-from carrywave.plan.scaling import Scale
-from carrywave.plan.search import PlanChoice, describe
+from carrywave.plan.search import PlanChoice, Point, best_paying, describe
 from carrywave.plan.show.text import scale_sentence, stage_names
 from carrywave.plan.units import Units
 
@@ -37,66 +37,33 @@ def yaml_line(plan: Plan, units: Units) -> str:
 
 def choice_object(units: Units, choice: PlanChoice) -> dict[str, Any]:
     """Everything that is printed about a choice."""
+    best = choice.best
     return {
-        "choice": describe(choice.best.plan),
+        **_figures(units, best),
         "why": choice.why,
         "devices": choice.devices,
-        "plan": section(choice.best.plan, units),
-        "stages": stages(units, choice.best),
-        **_figures(choice.best),
-        "bubble": choice.best.bubble,
-        "sent_bytes": choice.best.sent_bytes,
-        "reduced_bytes": choice.best.reduced_bytes,
-        "efficiency": choice.efficiency,
-        "transport": {"messages": choice.best.transports.messages, "sums": choice.best.transports.sums},
-        "recorded": choice.best.transports.recorded,
-        "alternatives": [
-            {
-                "choice": describe(rival.plan),
-                "plan": section(rival.plan, units),
-                "why": rival.why,
-                **({} if rival.prediction is None else _figures(rival.prediction)),
-            }
-            for rival in choice.rivals
+        "asked": choice.chosen is not None,
+        "stages": [
+            {"units": name, "work_seconds": busy, "limit_bytes": best.limit_bytes, "memory_bytes": memory.total, "memory": asdict(memory)}
+            for name, busy, memory in zip(stage_names(best, len(units)), best.timeline.busy, best.memory, strict=True)
         ],
+        "bubble": best.timeline.bubble,
+        "sent_bytes": best.sent_bytes,
+        "reduced_bytes": best.reduced_bytes,
+        "efficiency": choice.efficiency,
+        "alternatives": [_figures(units, each) | {"why": choice.beside(each)} for each in choice.rivals],
     }
 
 
-def stages(units: Units, prediction: Prediction) -> list[dict[str, Any]]:
-    """The stages of a plan: units, seconds of work and memory of each."""
-    return [
-        {
-            "units": name,
-            "first_unit": stage.first,
-            "after_last_unit": stage.last,
-            "work_seconds": stage.seconds,
-            "memory_bytes": stage.memory.total,
-            "limit_bytes": stage.limit_bytes,
-            "memory": asdict(stage.memory),
-        }
-        for stage, name in zip(prediction.stages, stage_names(prediction, len(units)), strict=True)
-    ]
-
-
-def scale_object(units: Units, scale: Scale) -> dict[str, Any]:
+def scale_object(units: Units, points: Sequence[Point]) -> dict[str, Any]:
     """Everything that is printed about scaling."""
     return {
-        "pays_up_to": scale.pays_up_to,
-        "why": scale_sentence(scale),
-        "scale": [
-            {
-                "devices": point.devices,
-                "used": point.prediction.plan.workers,
-                **_figures(point.prediction),
-                "efficiency": point.efficiency,
-                "device_seconds_per_million_tokens": point.prediction.plan.workers * 1e6 / point.prediction.tokens_per_second,
-                "choice": describe(point.prediction.plan),
-                "plan": section(point.prediction.plan, units),
-            }
-            for point in scale.points
-        ],
+        "pays_up_to": best_paying(points).plan.workers,
+        "why": scale_sentence(points),
+        "scale": [{"devices": each.devices, "used": each.prediction.plan.workers, **_figures(units, each.prediction)} for each in points],
     }
 
 
-def _figures(prediction: Prediction) -> dict[str, Any]:
-    return {"step_seconds": prediction.seconds, "tokens_per_second": prediction.tokens_per_second}
+def _figures(units: Units, found: Prediction) -> dict[str, Any]:
+    speed = {"step_seconds": found.seconds, "tokens_per_second": found.tokens_per_second}
+    return {"choice": describe(found.plan), "plan": section(found.plan, units), **speed}

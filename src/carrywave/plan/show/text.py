@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from carrywave.plan.cluster import Cluster
 from carrywave.plan.memory import say
 from carrywave.plan.predict import Prediction
-from carrywave.plan.scaling import Scale
-from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe
+from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, Point, best_paying, describe
 from carrywave.plan.simulation import TaskSpan, Timeline
 from carrywave.plan.units import Units, unit_names
 
-MOST_TICKS = 8  # on an axis of time
 COLUMNS = 100  # width of a picture, not counting the names of its rows
-MOST_ROWS = 24  # height of a picture; stages in the middle are omitted, as they are much alike
 WAITS = "."
 _LETTERS = {"F": "Ff", "B": "Bb", "H": "Hh", "W": "wW", "reduce": "+", "update": "u"}
 _LEGEND = {
@@ -30,7 +26,8 @@ _LEGEND = {
 
 def stage_names(prediction: Prediction, units: int) -> list[str]:
     """The units of each stage, in words."""
-    return [unit_names(units, stage.first, stage.last) for stage in prediction.stages]
+    plan = prediction.plan
+    return [unit_names(units, *plan.span(stage, units)) for stage in range(plan.stages)]
 
 
 def seconds_text(seconds: float) -> str:
@@ -42,19 +39,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def stages_text(units: Units, prediction: Prediction) -> str:
-    """A table of the stages: units, seconds of work and memory."""
-    shares = prediction.plan.shares_head
-    heads = ["stage", "units", "work per step", *["shared head"] * shares, "memory", "limit", "share"]
-    linked = any(stage.memory.links for stage in prediction.stages)
-    heads += ["parameters", "gradients", "optimizer", "activations", "carries", "workspace", *["links"] * linked]
+    """A table of the stages: units, seconds of work and memory of each."""
+    heads = ["stage", "units", "work per step", "memory", "limit", "parameters", "gradients", "optimizer", "activations"]
     rows = []
-    for number, (stage, name) in enumerate(zip(prediction.stages, stage_names(prediction, len(units)), strict=True)):
-        memory = stage.memory
-        scored = sum(span.end - span.start for span in prediction.timeline.rows[number] if span.label == "H")
-        row = [str(number), name, seconds_text(stage.seconds), *[seconds_text(scored)] * shares]
-        row += [say(memory.total), say(stage.limit_bytes), f"{memory.total / stage.limit_bytes:.0%}"]
-        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.carries, memory.workspace)
-        rows.append([*row, *map(say, parts), *[say(memory.links)] * linked])
+    for number, name in enumerate(stage_names(prediction, len(units))):
+        memory, seconds = prediction.memory[number], prediction.timeline.busy[number]
+        held = memory.activations + memory.carries + memory.workspace
+        sizes = (memory.total, prediction.limit_bytes, memory.parameters, memory.gradients, memory.optimizer, held)
+        rows.append([str(number), name, seconds_text(seconds), *map(say, sizes)])
     return table(heads, rows, left=(1,))
 
 
@@ -63,21 +55,12 @@ def timeline_text(timeline: Timeline, columns: int = COLUMNS) -> str:
     seconds = timeline.seconds
     if not seconds:
         return ""
-    shown = list(range(len(timeline.rows)))
-    if len(shown) > MOST_ROWS:
-        shown = shown[: MOST_ROWS // 2] + shown[-MOST_ROWS // 2 :]
-    width = len(f"stage {shown[-1]}")
-    lines, seen, before = [], "", -1
-    for stage in shown:
-        if stage != before + 1:
-            lines.append(f"… {stage - before - 1} more stages")
-        before = stage
-        row = _row(timeline.rows[stage], seconds, columns)
-        lines.append(f"{f'stage {stage}':<{width}} {row}")
-        seen += row
-    lines += [f"{'':<{width}} {line}" for line in _ruler(seconds, columns)]
-    legend = [words for label, words in _LEGEND.items() if any(letter in seen for letter in _LETTERS[label])]
-    return "\n".join([*lines, ", ".join(legend + [f"{WAITS} waiting"] * (WAITS in seen))])
+    width = len(f"stage {len(timeline.rows) - 1}")
+    rows = [_row(spans, seconds, columns) for spans in timeline.rows]
+    legend = [words for label, words in _LEGEND.items() if any(letter in row for letter in _LETTERS[label] for row in rows)]
+    legend += [f"{WAITS} waiting"] * any(WAITS in row for row in rows)
+    lines = [f"{f'stage {stage}':<{width}} {row}" for stage, row in enumerate(rows)]
+    return "\n".join([*lines, f"{'':<{width}} 0 s{seconds_text(seconds):>{columns - 3}}", ", ".join(legend)])
 
 
 def _row(spans: Sequence[TaskSpan], seconds: float, columns: int) -> str:
@@ -97,108 +80,63 @@ def _row(spans: Sequence[TaskSpan], seconds: float, columns: int) -> str:
     return "".join(row)
 
 
-def _ruler(seconds: float, columns: int) -> list[str]:
-    marks, names = [" "] * (columns + 12), [" "] * (columns + 12)
-    for moment in ticks(0.0, seconds, MOST_TICKS):
-        at = round(moment / seconds * columns)
-        marks[at] = "|"
-        for offset, letter in enumerate(seconds_text(moment)):
-            names[at + offset] = letter
-    return ["".join(marks).rstrip(), "".join(names).rstrip()]
-
-
-def figures_text(choice: PlanChoice) -> str:
+def figures_text(units: Units, choice: PlanChoice) -> str:
     """Step time, speed, idle time, traffic, and the efficiency relative to one device."""
-    best, plan = choice.best, choice.best.plan
-    # If batch shapes differ, the picture shows one of them, whereas the step time is their mean.
-    drawn = best.timeline.seconds
-    mean = abs(drawn - best.seconds) > 0.01 * best.seconds
-    on_average = f" on average; the one drawn takes {seconds_text(drawn)}" if mean else ""
-    lines = [
-        f"step        {seconds_text(best.seconds)}{on_average}",
-        f"speed       {best.speed}",
-        f"bubble      {best.bubble:.1%} of the devices' time is spent waiting, or summing gradients without overlap",
-        f"traffic     {say(best.sent_bytes)} per step between stages, over all workers; "
-        f"{say(best.reduced_bytes)} of gradients that each worker sums with other replicas",
-    ]
-    lines += [f"transport   {best.transports}"] if plan.workers > 1 else []
+    best, workers = choice.best, choice.best.plan.workers
     if choice.serial is None:
-        lines.append("efficiency  unknown: one device cannot hold the model")
-    elif plan.workers == 1:
-        lines.append("efficiency  100%: a single device")
+        efficiency = "unknown: one device cannot hold the model"
+    elif workers == 1:
+        efficiency = "100%: a single device"
     else:
         times = choice.serial.seconds / best.seconds
-        lines.append(
-            f"efficiency  {choice.efficiency:.1%}: {plan.workers} devices are {times:.2f} times as fast as one, "
-            f"which takes {seconds_text(choice.serial.seconds)} per step"
-        )
-    return "\n".join(lines)
-
-
-def doubt_text(units: Units, cluster: Cluster) -> str:
-    """How far the figures may be off."""
-    error = max(host.profile.error(units.precision) for host in cluster.hosts)
-    known = f"to within about {error:.0%}, as nine of ten timed layers were" if error else "from figures whose error is not known"
-    return f"All times are predicted, {known}; where workers train, a few real steps of the best plans decide."
-
-
-def rivals_text(choice: PlanChoice) -> str:
-    """The alternatives and why they were not chosen."""
-    if not choice.rivals:
-        return "there are no other plans"
-    rows = []
-    for rival in choice.rivals:
-        prediction = rival.prediction
-        took = ["-", "-"] if prediction is None else [seconds_text(prediction.seconds), f"{prediction.tokens_per_second:,.0f}"]
-        cuts = f", cuts {list(rival.plan.cuts)}" if _only_cuts_differ(choice, rival.plan.cuts, describe(rival.plan)) else ""
-        rows.append([describe(rival.plan) + cuts, str(rival.plan.workers), *took, rival.why])
-    return table(["plan", "devices", "step", f"{choice.best.counted}/s", "why not"], rows, left=(0, 4))
-
-
-def _only_cuts_differ(choice: PlanChoice, cuts: tuple[int, ...], description: str) -> bool:
-    return description == describe(choice.best.plan) and cuts != choice.best.plan.cuts
-
-
-def scale_text(scale: Scale) -> str:
-    """A table of how speed and cost grow with the number of devices, and where more stop paying off."""
-    first = scale.points[0]
-    counted = first.prediction.counted
-    rows = []
-    for point in scale.points:
-        prediction = point.prediction
-        rows.append(
-            [
-                f"{point.devices:,}",
-                f"{prediction.plan.workers:,}",
-                f"{prediction.tokens_per_second:,.0f}",
-                f"{prediction.tokens_per_second / first.prediction.tokens_per_second:.2f}",
-                f"{point.efficiency:.1%}",
-                _number(prediction.plan.workers * 1e6 / prediction.tokens_per_second),
-                describe(prediction.plan),
-            ]
-        )
-    heads = ["devices", "used", f"{counted}/s", "speed-up", "efficiency", f"device-seconds per million {counted}", "plan"]
-    return table(heads, rows, left=(6,)) + f"\n{scale_sentence(scale)}"
-
-
-def _number(value: float) -> str:
-    """Format a number to three digits, or as a whole number from 100 on."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def scale_sentence(scale: Scale) -> str:
-    """Says where more devices stop paying off."""
-    pays, last = scale.pays_up_to, scale.points[-1]
-    many = f"{pays:,} device{'s' if pays > 1 else ''}"
-    fastest = max(scale.points, key=lambda point: point.prediction.tokens_per_second).prediction
-    if pays == last.devices:
-        return f"More devices pay off throughout this table, up to {many}."
-    paying = max(
-        (point.prediction for point in scale.points if point.prediction.plan.workers <= pays), key=lambda each: each.tokens_per_second
+        one = f"which takes {seconds_text(choice.serial.seconds)} per step"
+        efficiency = f"{choice.efficiency:.1%}: {workers} devices are {times:.2f} times as fast as one, {one}"
+    return "\n".join(
+        [
+            f"step        {seconds_text(best.seconds)}",
+            f"speed       {best.tokens_per_second:,.0f} {units.counted}/s",
+            f"bubble      {best.timeline.bubble:.1%} of the devices' time is spent waiting, or summing gradients without overlap",
+            f"traffic     {say(best.sent_bytes)} per step between stages, over all workers; "
+            f"{say(best.reduced_bytes)} of gradients that each worker sums with other replicas",
+            f"efficiency  {efficiency}",
+        ]
     )
-    gain = fastest.tokens_per_second / paying.tokens_per_second - 1
-    beyond = f"the fastest plan, on {fastest.plan.workers:,}, gains {gain:.1%}" if gain > 0 else "more devices gain nothing"
-    return f"More than {many} do not pay off: beyond that, each doubling saves less than {GAIN_PER_DOUBLING:.0%}; {beyond}."
+
+
+def doubt_text(error: float) -> str:
+    """How far the figures may be off, and what decides."""
+    known = f"to within about {error:.0%}, as nine of ten timed layers were" if error else "from figures whose error is not known"
+    return f"All times are predicted, {known}; where workers train, three real steps of each of the best plans decide."
+
+
+def rivals_text(units: Units, choice: PlanChoice) -> str:
+    """The alternatives, beside the plan that was chosen."""
+    rows = [
+        [describe(each.plan), str(each.plan.workers), seconds_text(each.seconds), f"{each.tokens_per_second:,.0f}", choice.beside(each)]
+        for each in choice.rivals
+    ]
+    return table(["plan", "devices", "step", f"{units.counted}/s", "beside it"], rows, left=(0, 4)) if rows else "there are no other plans"
+
+
+def scale_text(units: Units, points: Sequence[Point]) -> str:
+    """A table of how speed grows with the number of devices, and where more stop paying off."""
+    first = points[0].prediction.tokens_per_second
+    rows = []
+    for point in points:
+        speed = point.prediction.tokens_per_second
+        shown = [f"{point.devices:,}", f"{point.prediction.plan.workers:,}", f"{speed:,.0f}", f"{speed / first:.2f}"]
+        rows.append([*shown, f"{speed * points[0].devices / (first * point.devices):.1%}", describe(point.prediction.plan)])
+    heads = ["devices", "used", f"{units.counted}/s", "speed-up", "efficiency", "plan"]
+    return table(heads, rows, left=(5,)) + f"\n{scale_sentence(points)}"
+
+
+def scale_sentence(points: Sequence[Point]) -> str:
+    """Says where more devices stop paying off."""
+    pays = best_paying(points).plan.workers
+    many = f"{pays:,} device{'s' if pays > 1 else ''}"
+    if pays == points[-1].devices:
+        return f"More devices pay off throughout this table, up to {many}."
+    return f"More than {many} do not pay off: beyond that, each doubling saves less than {GAIN_PER_DOUBLING:.0%}."
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
@@ -211,10 +149,3 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[in
         )
 
     return "\n".join(line(row).rstrip() for row in (heads, *rows))
-
-
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values within a range, at most about this many."""
-    step = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= (high - low) * (1 - 1e-9))
-    return [count * step for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

@@ -162,7 +162,6 @@ def empty(kind: str) -> Profile:
         task_seconds=1e-6 if on_gpu else 1e-4,
         devices_per_host=len(gpus()) if on_gpu else cores(),
         common_memory=not on_gpu,
-        recorded=on_gpu,
         made_for_bf16=made_for_bf16(kind),
         versions={"carrywave": __version__, "torch": metadata.version("torch")},
     )

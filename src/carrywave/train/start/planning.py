@@ -6,7 +6,7 @@ A plan given by the user is used as it is, and a resumed run keeps its plan.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,14 +17,12 @@ from carrywave.data.prepare import prepare
 from carrywave.errors import PlanError, UserError, option
 from carrywave.launch import launch_record
 from carrywave.launch.hardware import gpus, made_for_bf16
-from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, all_gather_json, from_rank_0
-from carrywave.plan.cluster import Cluster, Host
+from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.predict import Predictor
-from carrywave.plan.profile import BY_BACKEND, PROFILE, Profile, find_profile, named_profile, shipped, with_transport
+from carrywave.plan.profile import PROFILE, Profile, find_profile, named_profile, shipped
 from carrywave.plan.profile import names as shipped_names
 from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe, search
 from carrywave.plan.units import Units
@@ -37,7 +35,7 @@ from carrywave.train.start.run_source import plan_of_json
 from carrywave.train.start.settling import Ready
 
 Say = Callable[[str], None]
-StepSeconds = Callable[[Mesh], float]  # what a real step takes on a mesh; collective over its workers
+StepSeconds = Callable[[World, Sequence[Plan]], list[float]]  # what a real step of each plan takes; collective over the workers
 NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise
 
 
@@ -129,7 +127,7 @@ def _chosen(world: World, request: PlanRequest, units: Units, say: Say) -> Plann
         best, seconds = plans[0], 0.0 if choice is None else choice.best.seconds
         why = f"{describe(best)}: the fastest, as predicted from profile {profile.name}{_doubt(profile, units)}"
     else:
-        took = [request.step_seconds(Mesh(world, replace(plan, kernel=kernel))) for plan in plans]
+        took = request.step_seconds(world, [replace(plan, kernel=kernel) for plan in plans])
         serial = from_rank_0(world, lambda: _alone(world, units, cluster, request.step_seconds), no_timeout=True)
         seconds, best = min(zip(took, plans, strict=True), key=lambda pair: pair[0])
         others = [f"{describe(plan)} {_say_ms(each)}" for each, plan in zip(took, plans, strict=True) if plan is not best]
@@ -161,7 +159,7 @@ def _alone(world: World, units: Units, cluster: Cluster, step_seconds: StepSecon
     if world.device.type == "cpu":
         torch.set_num_threads(threads(1))
     try:
-        return step_seconds(Mesh.alone(world.device))
+        return step_seconds(World.alone(world.device), [Plan.serial()])[0]
     finally:
         torch.set_num_threads(before)
 
@@ -206,15 +204,6 @@ def best_number(spec: Spec, device: str, say: Say) -> int | None:
     return choice.best.plan.workers
 
 
-def _here(world: World, workers: int) -> int:
-    """Workers per host."""
-    return min(workers, world.local_size) if world.size > 1 else workers
-
-
 def _cluster(world: World, workers: int, profile: Profile) -> Cluster:
     """The hosts of a run: as many as its workers need, each with as many workers as this one; the last may have fewer."""
-    here = _here(world, workers)
-    if (transport := BY_BACKEND.get(os.environ.get(TRANSPORT, ""))) is not None:
-        profile = with_transport(profile, transport)
-    full, rest = divmod(workers, here)
-    return Cluster((Host(here, profile),) * full + ((Host(rest, profile),) if rest else ()))
+    return Cluster.uniform(profile, workers, min(workers, world.local_size) if world.size > 1 else workers)

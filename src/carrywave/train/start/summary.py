@@ -83,14 +83,18 @@ def transport_of(spec: Spec, model: Model | OpaqueModel, mesh: Mesh) -> str:
     """How the workers of a run reach each other, and what of a step will be recorded; nothing for one worker."""
     if mesh.plan.workers == 1:
         return ""
-    from carrywave.plan.transports import Transports
     from carrywave.step.graphs.capture import Capture
 
-    on_gpu = mesh.device.type == "cuda"
+    messages, sums = (f"in {each}" if each == "device memory" else f"over {each}" for each in (mesh.messages, mesh.sums))
+    ways = f"messages {messages}, sums {sums}" if mesh.messages else f"sums {sums}"
+    if mesh.messages == mesh.sums:
+        ways = f"messages and sums {sums}"
+    if mesh.device.type != "cuda":
+        return ways
     if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device) is None:
-        return str(Transports(mesh.messages, mesh.sums, "", on_gpu))
+        return f"{ways}; the host launches every task"
     one_piece = mesh.on_device and (mesh.plan.stages > 1 or spec.train.accumulate == 1)
-    return str(Transports(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu))
+    return f"{ways}; {'whole steps' if one_piece else 'forward and backward'} are recorded as CUDA graphs"
 
 
 def of_workers(spec: Spec, model: Model | OpaqueModel, mesh: Mesh) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -41,6 +41,7 @@ from carrywave.train.start.machine import CallToTime
 REPEATS, LEAST_SECONDS, WARM_UP = 3, 0.03, 2
 SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20  # of the two messages, and the two sums, that tell a link's latency and rate
 STEPS, WARM_STEPS = 3, {"cpu": 1, "cuda": 3}  # of a plan; on a GPU the second of a shape is captured
+STEPS_SECONDS, MOST_STEPS = 0.2, 10  # short steps are taken more often: that long, but not more often than this
 _CHUNKS = 8  # of a window whose tasks do hardly anything
 LONG_SECONDS = 5.0  # a step this long needs no repetition
 
@@ -173,23 +174,23 @@ def links(world: World) -> Iterator[Row]:
     small, large = (_median_sum(mesh, size) for size in (SMALL_BYTES, LARGE_BYTES))
     # A ring passes 2 (n - 1) messages, each of an n-th of the numbers.
     passes = 2 * (world.size - 1)
-    sums = link(small / passes, large / passes, SMALL_BYTES / world.size, LARGE_BYTES / world.size, mesh.sums)
+    sums = link(small / passes, large / passes, SMALL_BYTES / world.size, LARGE_BYTES / world.size)
     yield {"sums": sums}
     if world.backend == "gloo" and world.device.type == "cpu":
         small, large = (time_messages(world, size, (0, 1)) for size in (SMALL_BYTES, LARGE_BYTES))
         if world.rank == 0:
-            yield {"within": link(small, large, SMALL_BYTES, LARGE_BYTES, "gloo")}
+            yield {"within": link(small, large, SMALL_BYTES, LARGE_BYTES)}
     elif world.rank == 0:
         yield {"within": sums}
     dist.barrier()
 
 
-def link(small: float, large: float, small_bytes: float, large_bytes: float, transport: str) -> Row:
+def link(small: float, large: float, small_bytes: float, large_bytes: float) -> Row:
     """A link from what a small and a large message take. On a busy machine the large one may take no longer; the bytes are then taken to
     need a twentieth of it, as less cannot be told from noise.
     """
     rate = (large_bytes - small_bytes) / max(1e-9, large - small, large / 20)
-    return {"latency_seconds": small, "bytes_per_second": rate, "transport": transport}
+    return {"latency_seconds": small, "bytes_per_second": rate}
 
 
 def _median_sum(mesh: Mesh, num_bytes: int) -> float:
@@ -215,10 +216,28 @@ def time_messages(world: World, num_bytes: int, pair: tuple[int, int]) -> float:
     return statistics.median(call_seconds(there_and_back, world.device) / 2 for _ in range(WARM_UP + 2 * REPEATS))
 
 
-def step_seconds(mesh: Mesh, task: Task, part: Part, order: Order) -> float:
-    """The least seconds of a few real steps of a plan with a model of its own, on its slowest worker: other programs only ever add to it.
-    Collective: every rank must call it.
+def step_seconds(world: World, plans: Sequence[Plan], task: Task, part: Part, order: Order) -> list[float]:
+    """The least seconds of a few real steps of each plan with a model of its own: other programs only ever add to it.
+
+    On CPUs, whose load changes from moment to moment, plans take their steps in turns, so that it falls on all of them alike; a GPU, whose
+    memory may hold no second model, takes one plan after another. Collective: every rank must call it.
     """
+    together = [plans] if world.device.type == "cpu" else [[plan] for plan in plans]
+    return [each for some in together for each in _in_turns(world, [_a_step(Mesh(world, plan), task, part, order) for plan in some])]
+
+
+def _in_turns(world: World, steps: Sequence[Callable[[], float]]) -> list[float]:
+    """What each step takes on its slowest worker, the least over rounds of one step each; `steps` return their seconds."""
+    warm = [step() for _ in range(WARM_STEPS[world.device.type]) for step in steps]
+    slowest = max(max(row) for row in all_gather_json(world, warm[-len(steps) :]))
+    rounds = 1 if slowest >= LONG_SECONDS else min(MOST_STEPS, max(STEPS, int(STEPS_SECONDS / slowest)))
+    own = [[step() for step in steps] for _ in range(rounds)]
+    of_workers = all_gather_json(world, own)
+    return [min(max(rows[at][plan] for rows in of_workers) for at in range(rounds)) for plan in range(len(steps))]
+
+
+def _a_step(mesh: Mesh, task: Task, part: Part, order: Order) -> Callable[[], float]:
+    """A real step under the plan of a mesh on the first batch, which says what it took."""
     spec, device = task.spec, mesh.device
     model = task.model(part.data, holding=holding_of(mesh, spec.model.layers + 2))
     model.to(parameter_dtype(spec.train.precision))
@@ -228,11 +247,4 @@ def step_seconds(mesh: Mesh, task: Task, part: Part, order: Order) -> float:
     batches = loader.batches(Cursor(0, 0))
     group = list(islice(batches, spec.train.accumulate))
     batches.close()
-
-    def step() -> float:
-        return call_seconds(lambda: trainer.update(*group), device)
-
-    warm = [step() for _ in range(WARM_STEPS[device.type])]
-    slowest = max(all_gather_json(mesh.world, warm[-1]))
-    own = min(step() for _ in range(STEPS if slowest < LONG_SECONDS else 1))
-    return float(max(all_gather_json(mesh.world, own)))
+    return lambda: call_seconds(lambda: trainer.update(*group), device)
