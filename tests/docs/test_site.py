@@ -130,12 +130,12 @@ def test_the_search_knows_every_page(site: Path, builder: ModuleType, library: A
         ("[a](data.md#no-such-heading)", "data.md#no-such-heading names a heading that docs/data.md does not have"),
         ("[a](#nothing)", "#nothing names a heading that docs/trial.md does not have"),
         ("[a](../../elsewhere.md)", "../../elsewhere.md leads out of the repository"),
-        ("[a](planning-cuts.svg#part)", "planning-cuts.svg#part names an anchor in a file that has none"),
+        ("[a](wavefront-grid.svg#part)", "wavefront-grid.svg#part names an anchor in a file that has none"),
         ("![a](https://pictures.example/a.png)", "the picture https://pictures.example/a.png is elsewhere; keep it in docs/"),
-        ("![](planning-cuts.svg)", "the picture planning-cuts.svg has no words for those who cannot see it"),
+        ("![](wavefront-grid.svg)", "the picture wavefront-grid.svg has no words for those who cannot see it"),
         ("[a](javascript:alert(1))", None),  # no link at all to the parser
         ("# Another title", "a page has one heading of the first level, its title"),
-        ("[a](data.md#text) [b](https://example.org/#anything) ![c](planning-cuts.svg)", None),
+        ("[a](data.md#text) [b](https://example.org/#anything) ![c](wavefront-grid.svg)", None),
     ],
 )
 def test_what_is_wrong_with_a_page_is_said(text: str, problem: str | None, builder: ModuleType, library: Any) -> None:
