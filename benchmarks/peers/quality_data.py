@@ -132,7 +132,7 @@ def _parts(place: str, *parts: str) -> Files:
 
 def _shuffled(files: Files, folder: Path) -> Files:
     """The lines of a file as `label text`: by a shuffle with one seed, a tenth of them is the test."""
-    lines = [line.split(" ", 1) for line in files["all"].read_text("latin-1").splitlines() if " " in line]
+    lines = [line.split(" ", 1) for line in files["all"].read_text("latin-1").split("\n") if " " in line]
     order, held = np.random.default_rng(0).permutation(len(lines)), len(lines) // 10
     for part, rows in (("test", order[:held]), ("train", order[held:])):
         rows_of_part = [json.dumps({"text": lines[row][1], "label": lines[row][0]}) for row in rows]

@@ -159,7 +159,7 @@ def test_a_dropout_that_is_the_module_itself() -> None:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.BatchNorm1d(4), "encoder.1 is a BatchNorm1d in training mode, .*use nn.LayerNorm"),
+        (nn.BatchNorm1d(4), "encoder.1 is a BatchNorm1d in training mode, .*use cw.GlobalNorm"),
         (nn.SyncBatchNorm(4), "SyncBatchNorm"),
         (nn.Dropout1d(0.1), "encoder.1 is a Dropout1d, .*locked=True"),
         (nn.Dropout2d(0.1), "Dropout2d"),

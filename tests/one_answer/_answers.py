@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _models import KINDS, STEPWISE, batch, model
+from _models import KINDS, KINDS_OF_TABLE, STEPWISE, batch, model
 from _workers import Workers
 from torch import Tensor
 
@@ -75,7 +75,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 LOOPS = ("step", "backward", "resumed")
 FACTORS = {
     "plan": tuple(PLANS),
-    "head": tuple(KINDS),
+    "head": KINDS_OF_TABLE,
     "cell": ("lstm", "gru", "rnn", "rnn_relu", "slstm", "odd"),
     "data": tuple(DATA),
     "dropout": tuple(DROPOUT),
@@ -116,7 +116,8 @@ class Answer:
 
 
 def plan_of(case: Case) -> dict[str, Any]:
-    return PLANS[case["plan"]]
+    plan = case["plan"]
+    return plan if isinstance(plan, dict) else PLANS[plan]
 
 
 def workers_of(case: Case) -> int:

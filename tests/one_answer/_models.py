@@ -37,7 +37,7 @@ DROP = 0.2
 class Kind:
     """What a model of the table reads and answers."""
 
-    reads: str  # words, letters, numbers, own (numbers, through modules of a user) or front
+    reads: str  # words, letters, numbers, own or norm (numbers, through modules of a user) or front
     answers: str  # a class, a label, numbers or labels of each: see `targets`
     pooled: bool = False  # one target for each lane, which is one sequence
     whole: bool = False  # needs whole sequences
@@ -69,6 +69,9 @@ KINDS = {
     "poisson": Kind("numbers", "ahead", past=4, counts=True),
     "negative_binomial": Kind("numbers", "ahead", past=1, counts=True),
 }
+NORMED = "norm of a batch"
+KINDS_OF_TABLE = tuple(KINDS)
+KINDS[NORMED] = Kind("norm", "class")  # on plans that do not cut a batch
 STEPWISE = [name for name, kind in KINDS.items() if not kind.pooled and not kind.whole]  # several stages can share these heads
 
 
@@ -142,6 +145,13 @@ class OwnPooled(nn.Module):
         return (weights * each).sum(), (weights * (label != -100)).sum()
 
 
+class Normed(nn.Sequential):
+    """Of a user, so that it is tried on pieces of a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class OwnChain(nn.Module):
     """A linear-chain CRF: the probability of a lane's tags is known when all of its steps are."""
 
@@ -184,6 +194,8 @@ def model(head: str, cell: str, options: dict[str, Any], *, drop: bool, seed: in
                 width_in = encoder.width
         case "own":
             encoder = nn.Sequential(nn.Linear(FEATURES, width_in), nn.Tanh(), nn.Dropout(drop_share))
+        case "norm":
+            encoder = Normed(nn.Linear(FEATURES, width_in), cw.GlobalNorm(width_in), nn.Tanh(), nn.Dropout(drop_share))
         case "front":
             encoder = cw.Front(FEATURES, FRONT, dropout=drop_share)
             width_in = encoder.width
@@ -215,7 +227,7 @@ def _head(head: str, layers: cw.Recurrent, encoder: Any, drop: float) -> nn.Modu
             return CRF(width, SPANS, words=WordScores(64, len(SPANS), "aBb1.", CHARACTERS, LETTERS))
         case "own chain":
             return OwnChain(width, drop)
-        case "own":
+        case "own" | "norm of a batch":
             return OwnHead(width, drop)
         case "own, pooled":
             return OwnPooled(width)

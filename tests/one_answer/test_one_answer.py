@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _answers import FACTORS, LIMIT, Case, answered, check, errors, fits, limit_of, net, serial
+from _models import NORMED
 from _pairs import pairs
 from _workers import Workers
 
@@ -39,6 +40,22 @@ def test_the_table_has_every_value_and_few_rows() -> None:
 def test_any_plan_gives_the_answer_of_one_device(row: dict[str, str], workers: Workers) -> None:
     """Whatever stands in padding."""
     check({**row, "odd": True}, workers, limit=limit_of(row))
+
+
+@pytest.mark.parametrize(
+    ("plan", "data"),
+    [
+        ({"replicas": 2}, "carried"),
+        ({"replicas": 3}, "few lanes"),  # one worker has none
+        ({"stages": 2, "cuts": [2]}, "lengths"),
+        pytest.param({"replicas": 2, "stages": 2, "cuts": [2]}, "accumulated", marks=pytest.mark.slow),
+    ],
+)
+def test_a_norm_is_over_the_global_batch(plan: dict[str, Any], data: str, workers: Workers) -> None:
+    """Its running values, which are among the weights, are those of one device, too."""
+    case = {**CASE, "head": NORMED, "plan": plan, "data": data, "loop": "resumed", "odd": True}
+    check(case, workers, limit=LIMIT)
+    assert "last encoder.1.running_var" in serial(case).weights
 
 
 MISTAKES: dict[str, dict[str, Any]] = {

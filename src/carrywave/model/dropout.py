@@ -88,7 +88,7 @@ def refuse_batch_norm(module: nn.Module, path: str) -> None:
     """Raise on a batch norm in training mode. In evaluation mode, where its owner may keep it, its statistics are fixed numbers."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
         raise UserError(
-            f"{path} is a {type(module).__name__} in training mode, whose result depends on which lanes share a worker; use nn.LayerNorm, "
+            f"{path} is a {type(module).__name__} in training mode, whose result depends on which lanes share a worker; use cw.GlobalNorm, "
             "or keep its statistics as they are with its eval()"
         )
 

@@ -17,6 +17,7 @@ from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import Pooled
 from carrywave.model.over_time.front import Front, shorter
+from carrywave.model.over_time.global_norm import has_norms
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
@@ -76,6 +77,8 @@ class Model(nn.Module):
             raise UserError(
                 f"{type(head).__name__} is a subclass of a head that reads past values; use one of your own, without past_steps"
             )
+        if has_norms(head):
+            raise UserError(f"the head {type(head).__name__} has a GlobalNorm, but scores only lanes of its own; put it into the encoder")
         if lstm.batch_first:
             raise UserError("the layers of a model must be time first; build them without batch_first")
         if not callable(getattr(head, "loss", None)):
@@ -115,6 +118,11 @@ class Model(nn.Module):
     def output_steps(self, steps: int) -> int:
         """At how many steps the head answers, for a sequence of this many steps."""
         return shorter(steps, self.stride) * (self.head.upsample if isinstance(self.head, Ctc) else 1)
+
+    @property
+    def has_norms(self) -> bool:
+        """True if the encoder has norms over the global batch."""
+        return has_norms(self.encoder)
 
     @property
     def has_front(self) -> bool:

@@ -14,6 +14,7 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
 from carrywave.model.dropout import check_unwrapped, keyed
 from carrywave.model.foreign_parameters import Audit
+from carrywave.model.over_time.global_norm import has_norms, real_lanes
 from carrywave.model.sample_weights import check_weights, for_each_target
 from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
@@ -53,6 +54,7 @@ class OpaqueModel(nn.Module):
         self._given_pooled = getattr(module, "pooled", None) if pooled is None else pooled
         self.pooled = bool(self._given_pooled)
         self.module = keyed(module, "module")
+        self.has_norms = has_norms(module)
         self.given_loss: Any = loss or module_loss
         self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
         self.takes_lengths = "lengths" in inspect.signature(module.forward).parameters
@@ -95,7 +97,7 @@ class OpaqueModel(nn.Module):
         x = x.to(self.dtype) if x.is_floating_point() else x
         if self.audit is not None:
             self.audit.enter(x)
-        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole):
+        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole), real_lanes(chunk.lengths):
             out = self.module(x, lengths=chunk.lengths) if self.takes_lengths else self.module(x)
         return out, out, state
 

@@ -23,6 +23,7 @@ from carrywave.model.foreign_parameters import Audit
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.over_time.front import shorter
+from carrywave.model.over_time.global_norm import has_norms, real_lanes
 from carrywave.model.recurrent import Recurrent
 from carrywave.model.sample_weights import check_weights, for_each_target
 from carrywave.model.state import Chunk, State
@@ -66,6 +67,7 @@ class Stage(nn.Module):
         self.scores = self.has_head or share_head
         self.parts = [(layer, part) for layer in self.layers for part in model.lstm.cell.parts]  # of its carries, in their order
         self.encoder = model.encoder if self.has_encoder else None
+        self.has_norms = has_norms(self.encoder)
         self.dropout_in = model.dropout_in if self.has_encoder else None
         self.lstm = model.lstm
         self.dropout_out = model.dropout_out if self.has_head else None
@@ -106,7 +108,8 @@ class Stage(nn.Module):
         with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole):
             raw = x
             if self.encoder is not None:
-                raw = self.encoder(_spared(self._cast_floats(x), self.encoder), *([chunk.lengths] if self.has_front else []))
+                with real_lanes(chunk.lengths) if self.has_norms else contextlib.nullcontext():
+                    raw = self.encoder(_spared(self._cast_floats(x), self.encoder), *([chunk.lengths] if self.has_front else []))
             raw = raw if self.dropout_in is None else self.dropout_in(_spared(raw, self.dropout_in))
             carries = state.carries
             if self.layers:

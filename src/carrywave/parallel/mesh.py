@@ -119,6 +119,12 @@ class Mesh:
         ranks = sorted(self.rank_at(replica, stage) for replica in range(self.plan.replicas) for stage in stages)
         return self._summing(ranks, "replicas")
 
+    def within_passes(self) -> Summing | None:
+        """Sums over the replicas of this stage that go on beside those of gradients; None if it would be this worker alone. Collective."""
+        if self.plan.replicas == 1:
+            return None
+        return [self._summing(sorted(self.ranks[stage :: self.plan.stages]), "passes") for stage in range(self.plan.stages)][self.stage]
+
     @lost_contact.kept
     def take_from_first_replica(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace tensors by those that the first replica has of this stage, through host memory. Collective: every rank must call it."""

@@ -20,6 +20,7 @@ from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.model.modes import TrainingModes
 from carrywave.model.opaque_model import Loss, OpaqueModel
+from carrywave.model.over_time.global_norm import summed_by
 from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
@@ -142,6 +143,7 @@ class Trainer:
         )
         self.agreement = Agreement(self.within, self.held.parameters, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.within.plan)
+        self.normed = self.within.within_passes() if self.model.has_norms else None  # sums of norms over the global batch
         self.engine = self._new_engine()
         self.user_gradients = UserGradients(list(self.held.parameters.values()))  # of `backward`, until they are applied
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
@@ -154,6 +156,7 @@ class Trainer:
         self.evaluation_trial = SplitTrial(self.model, self.stage, self.mesh, self.spec.precision)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
         recordable = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
+        recordable = recordable and (self.normed is None or self.normed.on_device)
         where = self.device, self.plan, self.model, self.optimizer
         self.capture = Capture.of(*where, on_device=self.mesh.messages_on_device) if recordable else None
 
@@ -188,7 +191,11 @@ class Trainer:
         graphs = None if hooked or self.compute.clock is not None else self.capture  # a replay would not run a hook, nor ask a clock
         run = self.engine.step if applies else self.engine.backward
         try:
-            with nullcontext() if self._audited else audited(self.stage, self.model), self.hooks.put_off() if hooked else nullcontext():
+            with (
+                self._norms(),
+                nullcontext() if self._audited else audited(self.stage, self.model),
+                self.hooks.put_off() if hooked else nullcontext(),
+            ):
                 result, left = run(local_batches, keys, carry, self.votes, graphs)
         except BaseException as error:
             self._broke_off(error)  # other workers are not left waiting, and learn why
@@ -196,6 +203,19 @@ class Trainer:
         state = position.carry if left is None else State(self.stage.carries(left)) if left else None  # of no layers, or of no lanes
         self.position, self._state_set, self._audited = Position(state, lanes, counted), False, True
         return result
+
+    def _norms(self) -> AbstractContextManager[None]:
+        """Norms over the global batch are summed over all replicas inside this context."""
+        normed = self.normed
+        if normed is None:
+            return nullcontext()
+
+        def total(tensor: Tensor) -> Tensor:
+            if (work := normed.all_reduce(tensor)) is not None:
+                work.wait()
+            return tensor
+
+        return summed_by(total)
 
     def _check(self, batches: Sequence[Batch], position: Position) -> tuple[int, ...] | None:
         """What a step is given, and the model that takes it; returns the lanes whose carry will be kept."""

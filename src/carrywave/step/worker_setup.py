@@ -63,7 +63,7 @@ def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Opa
     check_uncut(model, asked.chunk_steps)
     if not isinstance(asked, Plan):
         layers = model.lstm.num_layers if isinstance(model, Model) else 0
-        whole = isinstance(model, Model) and model.whole_head
+        whole = isinstance(model, Model) and (model.whole_head or model.has_norms)
         asked = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled, whole=whole)
     if many:
         return Mesh(world, asked)
@@ -77,6 +77,8 @@ def check_uncut(model: Model | OpaqueModel, chunk_steps: int | None) -> None:
             f"the front reads whole sequences, but plan.chunk_steps={chunk_steps} cuts time; use plan.micro_batches, which divides lanes "
             "instead, or remove plan.chunk_steps"
         )
+    if model.has_norms and chunk_steps is not None:
+        raise PlanError(f"a GlobalNorm reads whole batches, but plan.chunk_steps={chunk_steps} cuts time; remove plan.chunk_steps")
 
 
 def _asked(device: torch.device, *, given: bool) -> str:
@@ -230,6 +232,9 @@ def _check_whole(model: nn.Module, world: World) -> None:
 
 
 def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None:
+    if model.has_norms and (plan.micro_batches > 1 or plan.recompute):
+        key = "micro_batches" if plan.micro_batches > 1 else "recompute"
+        raise PlanError(f"a GlobalNorm reads every batch whole and once, but plan.{key} does not let it; remove plan.{key}")
     if isinstance(model, OpaqueModel):
         if plan.stages > 1:
             raise PlanError(

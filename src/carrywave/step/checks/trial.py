@@ -32,6 +32,7 @@ from carrywave.kernels.lengths import real_steps
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.over_time.front import shorter
+from carrywave.model.over_time.global_norm import GlobalNorm
 from carrywave.model.stage import Stage
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.process_state import generators, set_generators
@@ -197,6 +198,8 @@ def twin(stage: Stage | OpaqueModel, dtype: torch.dtype) -> Stage | OpaqueModel:
     # Results that a module keeps belong to a graph, which torch does not copy.
     kept = [value for module in stage.modules() for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf]
     made = copy.deepcopy(stage, {id(value): value.detach().clone() for value in kept}).to(dtype)
+    for norm in (each for each in made.modules() if isinstance(each, GlobalNorm)):
+        norm.eval()  # in a step, it knows the other pieces of a batch
     if isinstance(made, Stage):
         made.audit, made.lstm.kernel = None, "auto"
         if not made.has_encoder:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from carrywave.data.batch import Batch
 from carrywave.model import sample_weights
@@ -42,7 +43,7 @@ class ChunkForward:
     ) -> ChunkOutcome:
         """Run the chunk that covers the steps `step_range` of a micro-batch; `last`: it is the last of them."""
         idle = batch.part_of is not None and batch.idle
-        if idle and isinstance(self.stage, OpaqueModel):
+        if idle and isinstance(self.stage, OpaqueModel) and not self.stage.has_norms:
             # Nothing depends on a placeholder, and a user's module need not be able to read a sequence of no steps.
             return ChunkOutcome(x, entered, sums=torch.zeros(3, dtype=torch.float64, device=batch.lengths.device))
         y, raw, left = self.stage(x, entered, chunk)
@@ -62,6 +63,8 @@ class ChunkForward:
                 root, count = self.stage.loss(y, left, known, chunk)
             if root is not None:
                 loss_sum = root.detach()
+        if idle and self.stage.has_norms and torch.is_grad_enabled():  # norms of other workers wait for this one in backward, too
+            root = torch.stack([0.0 * tensor.sum() for tensor in tree_leaves(y)]).sum()
         if job.alpha or job.beta:
             lengths = None if chunk.lengths is None else shorter(chunk.lengths, self.stage.stride)
             extra = regularize(raw, y, entered.tail, job.alpha, job.beta, lengths, job.per_change, chunk.resets)

@@ -56,8 +56,8 @@ class Ready:
 
     @property
     def reads_whole(self) -> bool:
-        """True if the head reads whole sequences."""
-        return self.spec.reads_whole or (isinstance(self.own, Model) and self.own.whole_head)
+        """True if time is not to be cut unasked."""
+        return self.spec.reads_whole or (isinstance(self.own, Model) and (self.own.whole_head or self.own.has_norms))
 
 
 def settle(start: Start, opened: tuple[Prepared, Mapping[str, str]]) -> Ready:
