@@ -47,6 +47,6 @@ target = codec["targets"][0]
 y = numbers[codec["columns"][target]].to_numpy()
 ahead = np.arange(1, data["horizon"] + 1)
 # Where the row that "season" reads would lie before the first one, it takes the last value instead.
-base = {"none": 0, "last": y[known - 1], "season": y[known - 1 + ahead - data["season"] * -(-ahead // data["season"])]}[data["residual"]]
+base = {"none": 0, "last": y[known - 1], "season": y[known - 1 + ahead - data["season"] * -(-ahead // data["season"])]}[data["starts_from"]]
 forecast = (out[0, -1, :, 0].detach().numpy() + base) * std[target] + mean[target]
 print(forecast)

@@ -60,7 +60,7 @@ def main(steps: int = 6000, epochs: int = 8, hidden: int = 32, run: Path | None 
         model,
         series(steps),
         task="forecasting",
-        data={"horizon": 1, "residual": "none", "split": [0.7, 0.15, 0.15]},
+        data={"horizon": 1, "split": [0.7, 0.15, 0.15]},
         batch={"lanes": 8, "steps": 48},
         train={"lr": 5e-3, "epochs": epochs, "clip": 1.0},
         run=run,

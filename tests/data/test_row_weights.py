@@ -208,7 +208,7 @@ def test_weights_follow_series_times_and_channels() -> None:
 
 
 def test_parts_of_a_table_and_other_tables_have_weights() -> None:
-    spec = spec_of("forecasting", data={**FORECASTS, "split": [0.5, 0.5], "context": 2})
+    spec = spec_of("forecasting", data={**FORECASTS, "split": [0.5, 0.5]})
     found = from_python(frame_of(16), spec)
     assert found.valid is not None
     assert found.valid.step_weights is found.train.step_weights

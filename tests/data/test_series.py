@@ -76,17 +76,17 @@ def test_json_lines_of_steps_are_series(tmp_path: Path) -> None:
 
 
 def test_split_by_rows_with_context(tmp_path: Path) -> None:
-    found = run(tmp_path, wide(30), split=[12, 4, 5], standardize=False, context=6)
+    found = run(tmp_path, wide(30), split=[12, 4, 5], standardize=False)
     assert found.valid is not None
     assert found.test is not None
     parts = {
         name: (part.starts.tolist(), part.lengths.tolist()) for name, part in vars(found).items() if name in ("train", "valid", "test")
     }
-    assert parts == {"train": ([0], [12]), "valid": ([6], [10]), "test": ([10], [11])}
+    assert parts == {"train": ([0], [12]), "valid": ([0], [16]), "test": ([4], [17])}  # 4 windows of 3 steps are read before
     assert found.train.warm is None
     assert found.valid.warm is not None
     assert found.test.warm is not None
-    assert (found.valid.warm.tolist(), found.test.warm.tolist()) == ([6], [6])
+    assert (found.valid.warm.tolist(), found.test.warm.tolist()) == ([12], [12])
     first = int(found.valid.starts[0] + found.valid.warm[0])
     assert found.valid.inputs[first, 0] == 12  # the first row that is valid's own
     assert found.test.inputs is found.valid.inputs is found.train.inputs  # one array, stored once
@@ -105,12 +105,12 @@ def test_context_by_season_and_window_is_bounded_by_what_is_there(tmp_path: Path
 
 def test_split_by_shares_is_for_each_series(tmp_path: Path) -> None:
     rows = "".join(f"{name},{row},{row}\n" for name, count in (("p", 10), ("q", 20)) for row in range(count))
-    found = run(tmp_path, "unique_id,ds,y\n" + rows, split=[0.5, 0.2, 0.3], context=1)
+    found = run(tmp_path, "unique_id,ds,y\n" + rows, split=[0.5, 0.2, 0.3])
     assert found.valid is not None
     assert found.test is not None
     assert (found.train.starts.tolist(), found.train.lengths.tolist()) == ([0, 10], [5, 10])
-    assert (found.valid.starts.tolist(), found.valid.lengths.tolist()) == ([4, 19], [3, 5])
-    assert (found.test.starts.tolist(), found.test.lengths.tolist()) == ([6, 23], [4, 7])
+    assert (found.valid.starts.tolist(), found.valid.lengths.tolist()) == ([0, 10], [7, 14])
+    assert (found.test.starts.tolist(), found.test.lengths.tolist()) == ([0, 12], [10, 18])
 
 
 def test_scale_is_of_train_alone(tmp_path: Path) -> None:

@@ -62,16 +62,12 @@ def test_inputs_and_targets_are_apart_and_have_one_scale() -> None:
 
 
 def test_warm_up_is_not_scored_anywhere() -> None:
-    found = read(table(), split=[12, 8], warmup=5, context=6)
+    found = read(table(), split=[12, 8], warmup=5)
     assert found.train.warm is not None
     assert found.train.warm.tolist() == [5, 5]
     assert found.valid is not None
     assert found.valid.warm is not None
-    assert found.valid.warm.tolist() == [6, 6]  # the rows before it
-    with pytest.raises(
-        SpecError, match=r"data.context=3 is less than data.warmup=5, so the first rows of valid and test would not be scored"
-    ):
-        read(table(), split=[12, 8], warmup=5, context=3)
+    assert found.valid.warm.tolist() == [12, 12]  # the rows before it
     with pytest.raises(
         DataError, match=r"no step of train has a target after the first 20 \(data.warmup\); add rows, or lower data.warmup"
     ):
@@ -90,17 +86,6 @@ def test_series_without_targets_are_left_out_and_told() -> None:
         "train: 1 of 3 series have no target in train and are left out of it",
         "train: 2 of 3 series have no target in valid and are left out of it",
     ]
-
-
-def test_the_past_of_a_series_that_train_leaves_out_is_its_own() -> None:
-    frame = table(series="abc")
-    frame.loc[(frame.unique_id == "b") & (frame.ds < "2024-01-16"), "flow"] = np.nan
-    found = read(frame, split=[15, 5], context=3)
-    assert found.train.names == ("a", "c")
-    assert found.valid is not None
-    assert found.valid.names == ("a", "b", "c")
-    assert found.valid.firsts is not None
-    assert found.valid.firsts.tolist() == [0, 32, 40]  # of b, the first that warms up the carry
 
 
 def test_missing_inputs() -> None:

@@ -42,7 +42,6 @@ def spec(folder: Path, plan: dict[str, Any] | None = None, **steps: Any) -> dict
         "missing": "interpolate",
         "horizon": 3,
         "season": 7,
-        "residual": "season",
     }
     return {
         "task": "forecasting",
@@ -178,6 +177,6 @@ def test_what_is_known_ahead_is_used(tmp_path: Path) -> None:
     frame = pd.DataFrame({"ds": pd.date_range("2024-01-01", periods=400), "y": y, "x": number, "kind": kind})
     covariates = {"known": ["x", "kind"], "categorical": ["kind"]}
     how: dict[str, Any] = {"task": "forecasting", "batch": {"lanes": 8, "steps": 16}, "train": {"epochs": 30, "lr": 0.02}, "device": "cpu"}
-    data = {"targets": ["y"], "horizon": 2, "residual": "none", **covariates}
+    data = {"targets": ["y"], "horizon": 2, **covariates}
     found = cw.fit({"hidden": 16, "layers": 1}, frame, data=data, run=tmp_path / "run", **how).metrics["valid"]
     assert found["mae"] < found["naive_mae"] / 10

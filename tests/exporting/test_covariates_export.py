@@ -29,7 +29,7 @@ Program = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 CLOSE = 1e-4  # float32, beside values of some 20 units
 
 
-def run_of(folder: Path, residual: str) -> Path:
+def run_of(folder: Path) -> Path:
     """A run on the file of the documentation's example, and that file: two series, of which rows ahead are given."""
     draw = np.random.default_rng(2)
     parts = []
@@ -50,7 +50,6 @@ def run_of(folder: Path, residual: str) -> Path:
         "static": ["region", "square_metres"],
         "horizon": 4,
         "season": 7,
-        "residual": residual,
         "standardize": True,
     }
     spec: dict[str, Any] = {
@@ -94,9 +93,8 @@ def in_onnxruntime(folder: Path, file: str) -> Program:
     return program
 
 
-@pytest.mark.parametrize("residual", ["season", pytest.param("last", marks=pytest.mark.slow)])
-def test_a_step_is_what_the_description_says(residual: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path, residual)
+def test_a_step_is_what_the_description_says(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
     out = export_run(run, "safetensors", tmp_path / "out").folder
     found = by_hand(out, run, Portable(open_run(run, "cpu").model))
     assert found["forecast"].tolist() == pytest.approx(forecast_of(run), abs=CLOSE)
@@ -111,7 +109,7 @@ def test_a_step_is_what_the_description_says(residual: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_torch_program_says_what_predict_says(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "season")
+    run = run_of(tmp_path)
     exported = export_run(run, "torch", tmp_path / "out")
     assert exported.difference is not None
     assert exported.difference < 1e-5
@@ -121,7 +119,7 @@ def test_a_torch_program_says_what_predict_says(tmp_path: Path) -> None:
 @pytest.mark.skipif(not HAS_ONNX, reason="the extra onnx is not installed")
 @pytest.mark.slow
 def test_onnx_says_what_predict_says(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "season")
+    run = run_of(tmp_path)
     for stateful in (False, True):
         exported = export_run(run, "onnx", tmp_path / f"out-{stateful}", stateful=stateful)
         found = by_hand(exported.folder, run, in_onnxruntime(exported.folder, exported.files[0]))

@@ -63,7 +63,7 @@ def run_of(task: str, folder: Path) -> Path:
     if task == "forecasting":
         values = "\n".join(f"{10 * np.sin(step / 5) + 50:.3f}" for step in range(200))
         (folder / "series.csv").write_text("y\n" + values + "\n")
-        data = {"train": str(folder / "series.csv"), "horizon": 4, "quantiles": [0.1, 0.5, 0.9], "season": 5, "residual": "season"}
+        data = {"train": str(folder / "series.csv"), "horizon": 4, "quantiles": [0.1, 0.5, 0.9], "season": 5}
         return learn(folder, task, data, {"hidden": [6, 10]}, batch={"lanes": 2, "steps": 16})
     labels = {
         "classification": lambda steps: {"label": "up" if steps[-1][0] > 0 else "down"},

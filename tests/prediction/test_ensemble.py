@@ -139,11 +139,11 @@ def series(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("quantiles", [None, [0.1, 0.5, 0.9]])
 def test_forecasts_are_averaged_in_the_units_of_the_data(folder: Path, series: Path, quantiles: list[float] | None) -> None:
-    """One run with a residual, one with a scale of its own: they add and multiply different things."""
+    """One run that starts from the last value, one from the last season: they add different things."""
     data = {"train": str(series), "split": [10, 5, 5], "horizon": 3, "quantiles": quantiles}
     kind = "points" if quantiles is None else "quantiles"
-    first = learn(folder, f"{kind}-1", "forecasting", {**data, "residual": "last"})
-    second = learn(folder, f"{kind}-2", "forecasting", {**data, "split": [8, 7, 5], "scale": "change"}, 2, model={"hidden": 4, "layers": 1})
+    first = learn(folder, f"{kind}-1", "forecasting", data, model={"hidden": 4, "layers": 1, "linear": 3})
+    second = learn(folder, f"{kind}-2", "forecasting", {**data, "split": [8, 7, 5]}, 2, model={"hidden": 4, "layers": 1})
     runs = [first, second]
     one, two, both = (cw.predict(some, str(series), device="cpu") for some in (first, second, runs))
     columns = [name for name in both[0] if name.startswith("y")]
@@ -155,7 +155,7 @@ def test_forecasts_are_averaged_in_the_units_of_the_data(folder: Path, series: P
         assert [mean[name] for name in columns] == sorted(mean[name] for name in columns)
     with pytest.raises(DataError, match="or read them otherwise, so they cannot be evaluated as one"):
         cw.evaluate(runs, str(series), "cpu", by=["series"])
-    runs = [first, learn(folder, f"{kind}-3", "forecasting", {**data, "residual": "last"}, 2, model={"hidden": 4, "layers": 1})]
+    runs = [first, learn(folder, f"{kind}-3", "forecasting", data, 2, model={"hidden": 4, "layers": 1, "linear": 3})]
     found = cw.evaluate(runs, str(series), "cpu", by=["series"])
     errors = _mean_errors(runs, series)
     by_series = {row["series"]: row["mae"] for row in found["by_series"]}  # type: ignore[index, union-attr]

@@ -185,7 +185,7 @@ def table(path: Path, hours: int) -> Path:
 
 @pytest.mark.parametrize("quantiles", [None, [0.1, 0.5, 0.9]])
 def test_forecasts_go_on_from_the_last_row(tmp_path: Path, quantiles: list[float] | None) -> None:
-    data: dict[str, Any] = {"train": str(table(tmp_path / "a.csv", 24 * 20)), "horizon": 6, "season": 24, "residual": "season"}
+    data: dict[str, Any] = {"train": str(table(tmp_path / "a.csv", 24 * 20)), "horizon": 6, "season": 24}
     data |= {"targets": ["load"], "split": [0.7, 0.15, 0.15]} | ({"quantiles": quantiles} if quantiles else {})
     run = learn(tmp_path, "forecasting", data, batch={"lanes": 8, "steps": 24}, train={"epochs": 12, "lr": 0.01})
     rows = predict_run(run, table(tmp_path / "b.csv", 24 * 4), tmp_path / "out.csv", device="cpu")
@@ -225,7 +225,7 @@ def test_series_of_different_scales_are_each_forecast_on_their_own(tmp_path: Pat
         path.write_text("\n".join(rows) + "\n")
         return path
 
-    data = {"train": str(long(tmp_path / "a.csv", 120, ["small", "large"])), "horizon": 7, "season": 7, "residual": "season", "share": 0.2}
+    data = {"train": str(long(tmp_path / "a.csv", 120, ["small", "large"])), "horizon": 7, "season": 7, "share": 0.2}
     run = learn(tmp_path, "forecasting", data, batch={"lanes": 4, "steps": 14}, train={"epochs": 10, "lr": 0.01})
     capsys.readouterr()
     given = long(tmp_path / "b.csv", 60, ["large", "new", "small"])

@@ -81,8 +81,8 @@ def test_numbers_are_paired_in_the_units_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantiles", "more"),
     [
-        (None, {"residual": "none", "targets": ["load"]}),
-        ([0.1, 0.5, 0.9], {"residual": "season", "targets": ["load"]}),
+        (None, {"channels": "joint", "targets": ["load"]}),
+        ([0.1, 0.5, 0.9], {"targets": ["load"]}),
         (None, {"channels": "independent", "transform": "diff"}),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_forecast_is_that_of_predict_from_the_same_origin(quantiles: list[floa
     lines = [f"{load:.3f},{other:.3f}" for load, other in rows]
     (tmp_path / "all.csv").write_text("\n".join(["load,other", *lines]) + "\n")
     (tmp_path / "known.csv").write_text("\n".join(["load,other", *lines[:-6]]) + "\n")
-    data = {"train": str(tmp_path / "all.csv"), "horizon": 6, "season": 12, "context": 200, "quantiles": quantiles, **more}
+    data = {"train": str(tmp_path / "all.csv"), "horizon": 6, "season": 12, "quantiles": quantiles, **more}
     run = train("forecasting", data, tmp_path / "run", lanes=2, steps=16)
     charts = only(Chart, samples_of(run, "cpu"))
     predicted = cw.predict(run, str(tmp_path / "known.csv"), device="cpu")

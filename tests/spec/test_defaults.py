@@ -121,13 +121,14 @@ def test_what_is_given_stays() -> None:
     assert fitted(Spec(), DataFacts(vocabulary=10)) == Spec()  # nothing is known of its size
 
 
-def test_a_season_is_what_forecasts_are_relative_to_unless_something_else_is_asked_for() -> None:
-    facts = DataFacts(features=1, steps=1000)
-    for data, wanted in (
+@pytest.mark.parametrize(
+    ("sections", "wanted"),
+    [
         ({}, "last"),
-        ({"season": 24}, "season"),
-        ({"season": 24, "residual": "last"}, "last"),
-        ({"residual": "none"}, "none"),
-    ):
-        assert fitted(Spec.model_validate({"task": "forecasting", "data": data}), facts).data.residual == wanted
-    assert fitted(Spec(), facts).data.residual == "auto"
+        ({"data": {"season": 24}}, "season"),
+        ({"data": {"season": 24}, "model": {"linear": 5}}, "last"),
+        ({"data": {"season": 24, "distribution": "poisson"}}, "none"),
+    ],
+)
+def test_what_forecasts_are_added_to(sections: dict[str, Any], wanted: str) -> None:
+    assert Spec.model_validate({"task": "forecasting", **sections}).starts_from == wanted

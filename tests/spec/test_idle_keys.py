@@ -17,7 +17,6 @@ from carrywave.spec.spec import Spec
     ("values", "key"),
     [
         ({"train": {"patience": 3}}, "train.patience"),
-        ({"train": {"min_lr": 1e-4, "schedule": "constant"}}, "train.min_lr"),
         ({"train": {"momentum": 0.9}}, "train.momentum"),
         ({"train": {"optimizer": "sgd", "betas": [0.8, 0.9]}}, "train.betas"),
         ({"train": {"class_weights": "balanced"}}, "train.class_weights"),

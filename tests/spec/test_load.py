@@ -144,7 +144,7 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ("zzzz=3", "unknown key zzzz; use one of task, data, model, batch, train, plan"),
         (
             "batch.zzzz=3",
-            "unknown key batch.zzzz; use one of batch.lanes, batch.steps, batch.windows, batch.vary, batch.tokens, batch.eval_lanes",
+            "unknown key batch.zzzz; use one of batch.lanes, batch.steps, batch.vary, batch.tokens, batch.eval_lanes",
         ),
         ("model", "'model' is not key=value; write for example model.hidden=256"),
         ("=3", "'=3' is not key=value; write for example model.hidden=256"),
@@ -186,7 +186,7 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
             "plan=fast",
             'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, micro_batches, cuts, recompute, kernel, share_head',
         ),
-        ("batch=3", "batch is 3; use a section with lanes, steps, windows, vary, tokens, eval_lanes"),
+        ("batch=3", "batch is 3; use a section with lanes, steps, vary, tokens, eval_lanes"),
         # what fields say of each other
         ("model.hidden=[1, 2, 3]", "model.hidden lists 3 widths for 2 layers; list one width for each layer"),
         ("model.hidden=[]", "model.hidden lists 0 widths for 2 layers; list one width for each layer"),

@@ -34,11 +34,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "tagging": [{"batch": {"lanes": 4, "steps": 8}}, {"model": {"bidirectional": False}}],
     "transcription": [{"model": {"upsample": 3}}, {"model": {"bidirectional": False}}, {"model": {"front": "small"}}],
     "forecasting": [
-        {"data": {"residual": "season", "season": 7}},
         {"data": {"transform": "log"}},
         {"data": {"quantiles": [0.1, 0.5, 0.9]}},
         {"model": {"hidden": [8, 6], "layers": 2}},
-        {"batch": {"windows": "random"}},
     ],
     "regression": [{"model": {"front": "none"}}, {"train": {"weight_decay": 0.5}}, {"train": {"optimizer": "adamw"}}],
 }

@@ -153,11 +153,11 @@ def test_epochs_that_end_before_the_steps_asked_for() -> None:
 
 def test_a_forecast_with_less_than_a_season_before_it() -> None:
     rows = np.array([7, 6, 30])
-    said = short_of_season(spec("forecasting", season=7, residual="season").data, rows)
+    said = short_of_season(spec("forecasting", season=7), rows)
     assert said is not None
     assert said.startswith("1 of 3 forecasts have less than a season (7 rows) before the first step, so the last value stands for the last")
     assert short_of_season(spec("forecasting", season=7).data, rows) is None  # the model adds to the last value anyway
-    assert short_of_season(spec("forecasting", season=6, residual="season").data, rows) is None
+    assert short_of_season(spec("forecasting", season=6), rows) is None
 
 
 def test_names_are_better_read_by_characters() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from carrywave.tasks.label_metrics import LabelDecisions, log_odds
+from carrywave.tasks.label_metrics import LabelDecisions
 
 NAN = math.nan
 TARGETS = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [NAN, 1, NAN, 0], [NAN, NAN, NAN, NAN], [1, 1, 0, 0]])
@@ -62,12 +62,6 @@ def test_the_loss_without_weights_is_the_sum_over_labels_by_step() -> None:
     meter.update(out, TARGETS)
     losses = binary_cross_entropy_with_logits(out.double(), TARGETS.nan_to_num().double(), reduction="none")
     assert meter.values()["unweighted_loss"] == pytest.approx(losses[TARGETS.isfinite()].sum().item() / 4, rel=1e-12)
-
-
-def test_a_label_is_predicted_from_the_threshold_on() -> None:
-    meter = LabelDecisions(1, threshold=0.8)
-    meter.update(torch.tensor([[log_odds(0.8) - 1e-3], [log_odds(0.8) + 1e-3]]), torch.ones(2, 1))
-    assert meter.rows("label") == [{"label": "0", "precision": 1.0, "recall": 0.5, "f1": 2 / 3, "targets": 2, "predicted": 1}]
 
 
 def test_rows_and_what_does_not_fit() -> None:

@@ -13,7 +13,7 @@ from carrywave.data.loader import build
 from carrywave.data.order import Cursor, StreamOrder
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.sequences import History, View
-from carrywave.errors import SpecError, UserError
+from carrywave.errors import UserError
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads.forecast import Forecast, deviation
 from carrywave.model.lstm import LSTM
@@ -101,11 +101,6 @@ def test_quantiles_start_around_the_line(table: Path):
     head = task.model(prepared.train).head
     out = head(torch.zeros(1, 1, 6), torch.zeros(1, 1, 2, 12))
     torch.testing.assert_close(out[..., 1], head.line.bias.T[None, None], rtol=0, atol=1e-6)
-
-
-def test_a_line_is_added_to_the_last_value_only(table: Path):
-    with pytest.raises(SpecError, match=r"model\.linear is added to the last value, but data\.residual is none; set data\.residual=last"):
-        _spec(table, data={"residual": "none"})
 
 
 def test_a_batch_without_history_is_refused():

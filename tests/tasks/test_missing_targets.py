@@ -40,7 +40,7 @@ def frame() -> pd.DataFrame:
 
 
 def spec_of(**data: Any) -> Spec:
-    given = {"horizon": HORIZON, "season": SEASON, "share": 0.0, "residual": "last", "targets": ["a"], "columns": ["a", "b", "x"], **data}
+    given = {"horizon": HORIZON, "season": SEASON, "share": 0.0, "targets": ["a"], "columns": ["a", "b", "x"], **data}
     return parse({"task": "forecasting", "data": given, "batch": {"lanes": 2, "steps": 8}})
 
 
@@ -86,7 +86,7 @@ Variant = tuple[Prepared, Spec, Definition]
 
 def test_targets_of_the_view_are_nan_where_cells_are_empty(variant: Variant) -> None:
     found, spec, defined = variant
-    view = views.forecasting(found.train, spec.data, defined.columns)
+    view = views.forecasting(found.train, spec, defined.columns)
     assert view.targets_at is not None
     for start, length, real in zip(view.starts, view.lengths, defined.real, strict=True):
         targets = view.targets_at(np.arange(start, start + length))
@@ -183,11 +183,11 @@ def test_filled_cells_count_if_that_is_asked_for() -> None:
     values = [1.0, np.nan, 4.0, 6.0, np.nan, 7.0, 9.0]
     assert plain(values).train.missing is not None
     for method, filled in (("forward", [1, 1, 4, 6, 6, 7, 9]), ("interpolate", [1, 2.5, 4, 6, 6.5, 7, 9]), ("zero", [1, 0, 4, 6, 0, 7, 9])):
-        found = plain(values, missing=method, residual="none")
+        found = plain(values, missing=method)
         assert found.train.missing is None
-        view = views.forecasting(found.train, spec_of(horizon=1, residual="none").data, np.array([0]))
+        view = views.forecasting(found.train, spec_of(horizon=1), np.array([0]))
         assert view.targets_at is not None
-        assert view.targets_at(np.arange(6))[:, 0, 0].tolist() == filled[1:]
+        assert view.targets_at(np.arange(6))[:, 0, 0].tolist() == np.diff(filled).tolist()
         assert any(f"empty cells: a 2 (data.missing={method})" in note for note in found.notes)
 
 

@@ -93,7 +93,7 @@ def spec_for(file: Path | None, *, missing: str = "error", quantiles: tuple[floa
     data = {"train": None if file is None else str(file), "horizon": HORIZON, "season": 7, "quantiles": quantiles, "missing": missing}
     return {
         "task": "forecasting",
-        "data": {**data, **COVARIATES, "residual": "season"},
+        "data": {**data, **COVARIATES},
         "model": {"hidden": 5, "layers": 1},
         "batch": {"lanes": 2, "steps": 7},
         "train": {"max_steps": 3, "lr": 0.05, "precision": "fp64"},

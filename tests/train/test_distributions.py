@@ -132,11 +132,6 @@ def test_what_is_no_count_is_refused_at_reading(tmp_path: Path) -> None:
     [
         ({"distribution": "poisson", "transform": "log1p"}, r"data\.distribution=poisson is of counts, but transform=log1p makes other"),
         ({"distribution": "normal", "transform": "diff"}, r"distribution=normal of changes does not add up to one of values"),
-        (
-            {"distribution": "negative_binomial", "residual": "season"},
-            r"residual=season takes a naive forecast off them; remove it, or use",
-        ),
-        ({"distribution": "poisson", "scale": "change"}, r"scales counts by their mean, not by their changes; remove scale=change"),
     ],
 )
 def test_what_does_not_go_together_is_refused(data: dict[str, Any], message: str) -> None:

@@ -19,30 +19,25 @@ def spec(**fields: Any) -> TrainSpec:
     return TrainSpec(lr=8.0, **fields)
 
 
-def course(asked: TrainSpec, steps: list[int], total: int = 100, epoch: int = 0) -> list[float]:
-    return [lr_schedule.lr(asked, Rate(), step, total, epoch) for step in steps]
+def course(asked: TrainSpec, steps: list[int], total: int = 100) -> list[float]:
+    return [lr_schedule.lr(asked, Rate(), step, total) for step in steps]
 
 
 def test_constant() -> None:
     assert course(spec(), [0, 50, 1000]) == [8.0, 8.0, 8.0]
 
 
-def test_cosine_from_full_to_least() -> None:
-    asked = spec(schedule="cosine", min_lr=2.0)
-    assert course(asked, [0, 50, 100, 200]) == pytest.approx([8.0, 5.0, 2.0, 2.0], rel=1e-15)
-    assert course(asked, [25])[0] == pytest.approx(2.0 + 6.0 * (1 + math.cos(math.pi / 4)) / 2, rel=1e-15)
+def test_cosine() -> None:
+    asked = spec(schedule="cosine")
+    assert course(asked, [0, 50, 100, 200]) == pytest.approx([8.0, 4.0, 0.0, 0.0], rel=1e-15)
+    assert course(asked, [25])[0] == pytest.approx(8.0 * (1 + math.cos(math.pi / 4)) / 2, rel=1e-15)
 
 
-def test_linear_from_full_to_least() -> None:
-    assert course(spec(schedule="linear", min_lr=2.0), [0, 25, 50, 100, 101]) == [8.0, 6.5, 5.0, 2.0, 2.0]
+def test_linear() -> None:
+    assert course(spec(schedule="linear"), [0, 25, 50, 100, 101]) == [8.0, 6.0, 4.0, 0.0, 0.0]
 
 
-def test_step_by_epochs() -> None:
-    asked = spec(schedule="step", factor=0.5, every=2, min_lr=1.5)
-    assert [lr_schedule.lr(asked, Rate(), 0, 1, epoch) for epoch in range(7)] == [8.0, 8.0, 4.0, 4.0, 2.0, 2.0, 1.5]
-
-
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "step", "plateau"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "plateau"])
 def test_warm_up_rises_evenly_with_any_schedule(schedule: str) -> None:
     asked = spec(schedule=schedule, warmup=3)
     assert course(asked, [0, 1, 2, 3]) == [2.0, 4.0, 6.0, 8.0]
@@ -68,10 +63,6 @@ def test_warm_up_longer_than_the_run() -> None:
     assert course(spec(schedule="cosine", warmup=7), [0, 1], total=2) == [1.0, 2.0]
 
 
-def test_nothing_goes_below_the_least_rate() -> None:
-    assert course(spec(warmup=7, min_lr=2.5), [0, 1, 2]) == [2.5, 2.5, 3.0]
-
-
 def after(asked: TrainSpec, losses: list[float]) -> list[Rate]:
     states, state = [], Rate()
     for loss in losses:
@@ -85,7 +76,7 @@ def test_plateau_as_in_the_word_language_model_example() -> None:
     states = after(asked, [5.0, 4.0, 4.0, 4.5, 3.0, 3.1])
     assert [state.scale for state in states] == [1.0, 1.0, 0.25, 0.0625, 0.0625, 0.015625]
     assert states[-1].best == 3.0
-    assert lr_schedule.lr(asked, states[-1], 10, 100, 3) == 8.0 * 0.25**3
+    assert lr_schedule.lr(asked, states[-1], 10, 100) == 8.0 * 0.25**3
 
 
 def test_plateau_waits_out_its_patience() -> None:

@@ -88,7 +88,7 @@ def test_forecasts_leave_out_rows_of_weight_0(tmp_path: Path) -> None:
     frame = pd.DataFrame({"ds": range(rows), "y": [float(row % 4) for row in range(rows)], "w": 1.0})
     spiked = frame.copy()
     spiked.loc[75, ["y", "w"]] = [1000.0, 0.0]
-    how = {"data": {"weight": "w", "split": [60, 20], "context": 8}, "train": {"epochs": 1}}
+    how = {"data": {"weight": "w", "split": [60, 20]}, "train": {"epochs": 1}}
     forecaster = cw.Forecaster(2, model=MODEL, run=tmp_path / "run", **how).fit(spiked)  # type: ignore[arg-type]
     assert forecaster.result is not None
     found = forecaster.result.metrics["valid"]
@@ -139,7 +139,7 @@ def test_every_step_transcriptions_and_distributions_are_weighted(tmp_path: Path
     assert other == pytest.approx(one, rel=1e-9)
     frame = pd.DataFrame({"ds": range(60), "y": draw.poisson(3.0, 60).astype(float), "w": 1.0})
     frame.loc[58, ["y", "w"]] = [1000.0, 0.0]
-    how = {"weight": "w", "split": [40, 20], "context": 8, "distribution": "negative_binomial"}
+    how = {"weight": "w", "split": [40, 20], "distribution": "negative_binomial"}
     forecaster = cw.Forecaster(2, model=MODEL, data=how, train={"epochs": 1}, run=tmp_path / "counts").fit(frame)
     assert forecaster.result is not None
     assert forecaster.result.metrics["valid"]["mae"] < 20

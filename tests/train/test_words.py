@@ -64,17 +64,6 @@ def test_unknown_words_are_learned_from_rare_ones_or_mean_nothing(tmp_path: Path
     assert not bool(small.model.encoder.weight[-1].any())
 
 
-def test_vectors_from_elsewhere_stay_or_are_trained(tmp_path: Path) -> None:
-    [first, *_] = rows(150, 1)[0]["tokens"]
-    (tmp_path / "vectors.txt").write_text(f"{first.lower()} {' '.join(['0.5'] * 8)}\n")
-    for frozen in (True, False):
-        run = tmp_path / f"run{frozen}"
-        fitted(run, "cnn", more={"pretrained": str(tmp_path / "vectors.txt"), "freeze_embedding": frozen}, train={"lr": 0.02, "epochs": 1})
-        saved = open_run(run, "cpu", None, whole=True)
-        row = saved.model.encoder.words.weight[saved.task.codec.vocabulary.index(first)]
-        assert torch.equal(row, torch.full((8,), 0.5)) == frozen
-
-
 @pytest.mark.slow
 def test_other_runtimes_get_words_and_their_characters(tmp_path: Path) -> None:
     """An export compares itself with the run."""

@@ -135,7 +135,7 @@ class _Source:
         yield f"#define MODEL_CODES {len(encoder.inputs.places) if isinstance(encoder, Features) else 0}"
         yield f"#define MODEL_STEP(state, token, x, codes, out) model_step(state, {', '.join(name for name, _ in self.inputs())}, out)"
         if self.task.spec.data.multi_label:
-            yield f"#define MODEL_THRESHOLD {float(self.task.spec.train.threshold)!r}f"
+            yield "#define MODEL_THRESHOLD 0.5f"
         yield from ("", "typedef struct {", *(f"    float {port.name}[{port.shape[1]}];" for port in self.portable.state))
         yield from ("} model_state;", "", "/* Begin a sequence. */", "void model_init(model_state *state);", "")
         yield "/* Read a step, and write what the model says after it. Returns 0, or -1 if an input is out of range: nothing is done. */"

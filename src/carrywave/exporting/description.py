@@ -27,7 +27,7 @@ from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
 from carrywave.tasks.views import Layout
 
-FORECASTING = ("horizon", "quantiles", "distribution", "season", "residual", "context", "channels", "transform", "standardize")
+FORECASTING = ("horizon", "quantiles", "distribution", "season", "channels", "transform", "standardize")
 
 
 def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
@@ -53,7 +53,7 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
     if task.spec.data.multi_label:
-        whole["threshold"] = task.spec.train.threshold
+        whole["threshold"] = 0.5
     step: dict[str, Any] = {}
     if task.spec.task == "forecasting":
         step = {"step": _step(task)}
@@ -154,4 +154,5 @@ def _columns(codec: Codec) -> dict[str, tuple[str, ...]]:
 def _data(spec: Spec) -> dict[str, Any]:
     """What of the spec's data section says how numbers are made; the codec has the rest."""
     wanted = FORECASTING if spec.task == "forecasting" else ("each_step", "warmup", "missing") if spec.each_step else ()
-    return {name: value for name, value in spec.data.model_dump(mode="json").items() if name in wanted}
+    found = {name: value for name, value in spec.data.model_dump(mode="json").items() if name in wanted}
+    return found | ({"starts_from": spec.starts_from} if spec.task == "forecasting" else {})

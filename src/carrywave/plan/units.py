@@ -242,7 +242,7 @@ def _adaptive(head: Unit, width: int, cutoffs: tuple[int, ...], vocabulary: int)
 def _shapes(spec: Spec, facts: DataFacts) -> tuple[BatchShape, ...]:
     """The batch shapes of a spec: one for streams; for sequences a few, each representing an equal share of all steps."""
     if spec.streams:
-        return (BatchShape(spec.lanes, spec.steps + (spec.warmup_steps if spec.batch.windows == "random" else 0)),)
+        return (BatchShape(spec.lanes, spec.steps + (spec.data.warmup if spec.random_windows else 0)),)
     total = sum(length * count for length, count in facts.histogram)
     if not total:
         steps = facts.longest or (facts.steps // facts.sequences if facts.sequences else 0) or 64

@@ -156,7 +156,7 @@ def _read(member: Saved, part: Part) -> list[object]:
     """What must be the same for all: the files, where sequences begin, how long they are, how many steps warm up, and what is forecast."""
     data, codec, spec = part.data, member.task.codec, member.spec.data
     files = [part.name, spec.train, getattr(spec, part.name)] if part.name in ("valid", "test") else [part.name]
-    forecast = [spec.residual, data.units] if codec.task == "forecasting" else []
+    forecast = [member.spec.starts_from, data.units] if codec.task == "forecasting" else []
     read = [*files, codec.transform, data.starts, part.view.lengths, part.view.warm, *forecast]
     return [each.tolist() if isinstance(each, np.ndarray) else each for each in read]
 

@@ -38,8 +38,8 @@ def order_for(spec: Spec, view: View, *, training: bool) -> Order:
     """The order in which a part is read: streams, random windows or length buckets; shuffled and with varying windows in training only."""
     if not spec.streams:
         return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
-    if training and spec.batch.windows == "random":
-        return WindowOrder(view.lengths, lanes=spec.lanes, steps=spec.steps, warm=spec.warmup_steps, seed=spec.train.seed)
+    if training and spec.random_windows:
+        return WindowOrder(view.lengths, lanes=spec.lanes, steps=spec.steps, warm=spec.data.warmup, seed=spec.train.seed)
     lanes = spec.lanes
     if not training:
         # A small part may have fewer steps than there are lanes, and evaluation need not use as many lanes as training.

@@ -265,7 +265,7 @@ def _forecasts_of(saved: Saved, data: Any, request: _Request, *, tell: bool) -> 
         table = series_of(data, codec, spec)
         sequences = read_python(data, codec, spec, labelled=False)
     if world.rank == 0 and tell:
-        short = short_of_season(spec.data, sequences.lengths)
+        short = short_of_season(spec, sequences.lengths)
         for line in (*sequences.notes, *unseen_series(table.name, table.names, codec), *([] if short is None else [short])):
             request.note(line)
     if request.samples is None:

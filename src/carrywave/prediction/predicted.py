@@ -20,7 +20,6 @@ from carrywave.prediction.ensemble import AveragedOutputs
 from carrywave.prediction.outputs import Numbers, Outputs
 from carrywave.prediction.saved_run import Saved
 from carrywave.tasks.forecast_values import ForecastValues
-from carrywave.tasks.label_metrics import log_odds
 from carrywave.tasks.transcription.decoding import beam_search, greedy
 from carrywave.tasks.transcription.targets import END
 
@@ -91,10 +90,10 @@ def _transcripts(beam: int, saved: Saved, outputs: list[Numbers]) -> Iterator[Ro
 
 
 def _several(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
-    """All labels whose probability reaches the threshold, for each sequence or for each step; and the probability of each label."""
-    codec, least = saved.task.codec, log_odds(saved.spec.train.threshold)
+    """All labels whose probability is at least one half, for each sequence or for each step; and the probability of each label."""
+    codec = saved.task.codec
     for out in outputs:  # [K], or [T, K]
-        holds = (out >= least).tolist()
+        holds = (out >= 0).tolist()
         shares_K = torch.sigmoid(torch.from_numpy(out.T.copy()).double()).tolist()
         rounded = [round(share, 6) if isinstance(share, float) else [round(each, 6) for each in share] for share in shares_K]
         shares = {"probabilities": dict(zip(codec.labels, rounded, strict=True))}
@@ -134,7 +133,7 @@ def named(table: Table, codec: Codec, number: int) -> Row:
 
 def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
     spec, codec = saved.spec.data, saved.task.codec
-    levels, values = saved.task.levels, ForecastValues(table, data, codec, spec, saved.task.bands)
+    levels, values = saved.task.levels, ForecastValues(table, data, codec, saved.spec, saved.task.bands)
     for number in range(len(outputs) // values.many):
         outs = [out[None] for out in outputs[number * values.many : (number + 1) * values.many]]
         made_HCQ = values(number, table.lengths[number : number + 1], outs)[0]

@@ -71,7 +71,7 @@ def _filled(codec: Codec) -> set[str]:
 
 def sample_paths(saved: Saved, data: Sequences, table: Table, samples: int, steps: int, seed: int) -> Iterator[Row]:
     """A row for each series, path and step. Empty on ranks other than 0. Collective when it is called."""
-    values = ForecastValues(table, data, saved.task.codec, saved.spec.data)
+    values = ForecastValues(table, data, saved.task.codec, saved.spec)
     if saved.spec.data.horizon == 1 and steps > 1:
         made = list(_ancestral(saved, data, values, samples, steps, seed))
         made = made if saved.mesh.world.rank == 0 else []
@@ -220,7 +220,7 @@ class _Fed:
 
     def _naive(self, data: Sequences, rows_B: NDArray[np.int64]) -> Reals:
         spec = self.spec.data
-        made = Naive(data, self.targets, 1, spec.season, spec.residual)(rows_B)
+        made = Naive(data, self.targets, 1, spec.season, self.spec.starts_from)(rows_B)
         return np.asarray(made[:, 0], np.float64)
 
     def _drawn(self, parameters_LCP: Reals) -> Reals:

@@ -213,7 +213,7 @@ def _forecasts(saved: Saved, name: str, data: Sequences) -> Iterator[Chart]:
     table = series_of(getattr(spec, name) or spec.train, codec, saved.spec)
     rows_read = TargetReading.of(codec).part(whole(table), table)
     everything = Sequences(data.inputs, rows_read.starts, rows_read.lengths)
-    values = ForecastValues(table, everything, codec, spec, saved.task.bands)
+    values = ForecastValues(table, everything, codec, saved.spec, saved.task.bands)
     few = _few(data, MOST_SEQUENCES * values.many)
     lasts = [int(length) - 1 for length in saved.task.part(name, few).view.lengths]
     made: dict[int, NDArray[np.float64]] = {}

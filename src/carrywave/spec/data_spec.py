@@ -141,7 +141,9 @@ class DataSpec(Section):
         "value was there and for how long it has not been. Targets of each_step are never filled",
     )
     warmup: Annotated[int, Field(ge=0)] = Field(
-        0, description="each_step: steps at the beginning of each series that have no loss and are not scored"
+        0,
+        description="each_step: steps at the beginning of each series that have no loss and are not scored; windows then come in random "
+        "order, each after so many steps that bring its carry up to date",
     )
     frequency: str | Annotated[float, Field(gt=0.0)] | None = Field(
         None,
@@ -150,11 +152,6 @@ class DataSpec(Section):
     )
     horizon: Positive = Field(24, description="forecasting: number of steps to forecast")
     season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
-    residual: Literal["auto", "none", "last", "season"] = Field(
-        "auto",
-        description="forecasting: the model forecasts the difference from this naive forecast; auto: the last value with "
-        "model.linear, season if data.season is set without it, or else last",
-    )
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
         None,
         description="forecasting: quantiles to forecast, in increasing order; with data.distribution, those that are reported of it, by "
@@ -169,16 +166,6 @@ class DataSpec(Section):
         "none",
         description="forecasting: the model forecasts a distribution of each value, trained by its likelihood: normal; student_t, with "
         "heavier tails; for counts, negative_binomial or poisson. Predictions are quantiles of it, or sample paths",
-    )
-    context: Positive | None = Field(
-        None,
-        description="forecasting, each_step: rows before a valid or test part that warm up the carry; other values of "
-        "the past that are read may be earlier",
-    )
-    scale: Literal["auto", "deviation", "change"] = Field(
-        "deviation",
-        description="several series: the unit of each: its standard deviation, or its mean absolute seasonal change, in which an "
-        "error of 1 is a MASE of 1; auto: change in long format",
     )
     standardize: bool | Literal["sequence", "window"] = Field(
         True,
@@ -278,13 +265,6 @@ class DataSpec(Section):
             return
         if self.transform != "none":
             raise ValueError(f"distribution={kind} is of counts, but transform={self.transform} makes other numbers of them; remove it")
-        if self.residual not in ("auto", "none"):
-            raise ValueError(
-                f"distribution={kind} is of counts, but residual={self.residual} takes a naive forecast off them; remove it, or use "
-                "distribution=student_t"
-            )
-        if self.scale == "change":
-            raise ValueError(f"distribution={kind} scales counts by their mean, not by their changes; remove scale=change")
 
 
 class BatchSpec(Section):
@@ -295,11 +275,6 @@ class BatchSpec(Section):
     )
     steps: Positive | None = Field(
         None, description="steps of a window of back-propagation through time; the carry is kept between windows; by default 64"
-    )
-    windows: Literal["contiguous", "random"] = Field(
-        "contiguous",
-        description="forecasting, each_step: windows follow each other in every lane, which keeps its carry, or come in random order, each "
-        "after data.warmup steps, or batch.steps, that warm up its carry and are not scored",
     )
     vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed), and the learning rate with them")
     tokens: Positive | None = Field(

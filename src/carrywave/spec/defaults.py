@@ -1,5 +1,5 @@
-"""What a spec leaves open: batch sizes, epochs, patience, a front, how spans are found and what forecasts are relative to, chosen from
-the data, and the precision (`train.precision: auto`), from the devices.
+"""What a spec leaves open: batch sizes, epochs, patience, a front and how spans are found, chosen from the data, and the precision
+(`train.precision: auto`), from the devices.
 
 A batch size is chosen so that an epoch has enough steps and a batch enough sequences. Torch-free: a laptop plans with the precision that a
 cluster will use.
@@ -46,7 +46,7 @@ SPANS: Mapping[str, Mapping[str, Any]] = {
 
 def fitted(spec: Spec, facts: DataFacts) -> Spec:
     """The spec with everything filled in that depends on the training data: given values are kept."""
-    spec = with_spans(with_residual(spec), spans=facts.spans > 0, spelled=facts.characters > 0)
+    spec = with_spans(spec, spans=facts.spans > 0, spelled=facts.characters > 0)
     if not facts.steps:
         return spec  # only the facts that shape the model are known, not the amount of data
     spec = _with_line(_with_front(_with_linear_part(spec, facts), facts), facts)
@@ -168,20 +168,6 @@ def _with_model(spec: Spec, **values: Any) -> Spec:
 
 def _with(spec: Spec, batch: BatchSpec) -> Spec:
     return spec if batch == spec.batch else spec.model_copy(update={"batch": batch})
-
-
-def with_residual(spec: Spec) -> Spec:
-    """The spec with a naive forecast in place of `auto`: the last season if there is one and the model has no linear part to find it.
-
-    A linear part starts from the last value. Differences have none to start from: that the last one will come again says little.
-    """
-    if spec.data.residual != AUTO or spec.task != "forecasting":
-        return spec
-    if spec.data.counts:
-        found = "none"  # a difference is no count; what a linear part starts from, the head adds
-    else:
-        found = "last" if spec.model.linear else "season" if spec.data.season > 1 else "none" if spec.data.transform == "diff" else "last"
-    return spec.model_copy(update={"data": spec.data.model_copy(update={"residual": found})})
 
 
 def suited(*, made_for_bf16: bool) -> Literal["bf16", "fp32"]:

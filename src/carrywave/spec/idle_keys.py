@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from carrywave.spec.spec import Spec
 
-OF_SERIES = ("horizon", "season", "quantiles", "bands", "distribution", "known", "residual", "transform")
+OF_SERIES = ("horizon", "season", "quantiles", "bands", "distribution", "known", "transform")
 OF_LABELS = ("classification", "tagging")
 # (keys, where they act, that in words)
 WHERE: tuple[tuple[tuple[str, ...], Callable[[Spec], bool], str], ...] = (
-    (("train.patience", "train.factor"), lambda spec: spec.train.schedule in ("plateau", "step"), "train.schedule=plateau"),
-    (("train.min_lr",), lambda spec: spec.train.schedule != "constant", "a train.schedule that lowers the learning rate"),
+    (("train.patience", "train.factor"), lambda spec: spec.train.schedule == "plateau", "train.schedule=plateau"),
     (("train.momentum",), lambda spec: spec.train.optimizer == "sgd", "train.optimizer=sgd"),
     (("train.betas",), lambda spec: spec.train.optimizer in ("adam", "adamw"), "train.optimizer=adam"),
     (("train.class_weights", "train.label_smoothing"), lambda spec: spec.task in OF_LABELS, "tasks with labels"),

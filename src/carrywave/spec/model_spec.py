@@ -107,7 +107,6 @@ class ModelSpec(Section):
         "regression on the training data. classification, regression: about so many features of a model that is fitted first, and whose "
         "answers are mixed with those of the layers: random convolutions of numbers; words, pairs and pieces of words. 0 for none",
     )
-    freeze_embedding: bool = Field(False, description="the token embedding stays as it begins: with model.pretrained, as it is in the file")
     pretrained: str | None = Field(
         None,
         description="pretrained embeddings, as text with a token and its numbers on each line, or layers from elsewhere: of torch.nn.LSTM "

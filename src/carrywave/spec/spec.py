@@ -80,10 +80,8 @@ class Spec(Section):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
         if self.data.standardize == "window" and self.task != "forecasting":
             raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
-        if self.model.linear and self.task == "forecasting" and not self.data.counts and self.data.residual not in ("auto", "last"):
-            raise ValueError(f"model.linear is added to the last value, but data.residual is {self.data.residual}; set data.residual=last")
-        if self.batch.windows == "random" and self.batch.vary:
-            raise ValueError("batch.vary is for contiguous windows; remove it, or set batch.windows=contiguous")
+        if self.random_windows and self.batch.vary:
+            raise ValueError("batch.vary is for windows that follow each other, which those of data.warmup do not; remove one of them")
         weighted, several = self.train.class_weights is not None or self.data.weight not in (None, "none"), self.data.multi_label
         distribution = self.data.distribution != "none"
         if self.train.best == "weighted_quantile_loss" and self.data.transform != "none":
@@ -113,13 +111,6 @@ class Spec(Section):
                 f"data.standardize={self.data.standardize} needs targets that a new series does not have; use true, which is one scale for "
                 "all series, or false"
             )
-        if self.data.context is not None and self.data.context < self.data.warmup:
-            raise ValueError(
-                f"data.context={self.data.context} is less than data.warmup={self.data.warmup}, so the first rows of valid and test would "
-                f"not be scored; set it to {self.data.warmup} or more, or remove it"
-            )
-        if not self.streams and self.batch.windows == "random":
-            raise ValueError("batch.windows=random is for streams; remove it, or batch.tokens")
         if self.data.augment is not None:
             raise ValueError("data.augment is not for targets at each step (data.each_step); remove it")
 
@@ -225,14 +216,26 @@ class Spec(Section):
         return self.model.linear or PAST_STEPS
 
     @property
-    def warmup_steps(self) -> int:
-        """Random windows: steps before each that are not scored."""
-        return self.data.warmup or self.steps
+    def random_windows(self) -> bool:
+        """True if windows of series come in random order, each after `data.warmup` steps that are not scored."""
+        return self.each_step and self.streams and self.data.warmup > 0
+
+    @property
+    def starts_from(self) -> Literal["none", "last", "season"]:
+        """Forecasting: the naive forecast that a model adds to: the last season if there is one, or the last value, as with a linear part.
+
+        A difference is no count, so the head of counts finds their level itself; that the last change will come again says little.
+        """
+        if self.data.counts:
+            return "none"
+        if self.model.linear:
+            return "last"
+        return "season" if self.data.season > 1 else "none" if self.data.transform == "diff" else "last"
 
     @property
     def reads_changes(self) -> bool:
         """Forecasting: whether each column's change since the last season is read: if forecasts start from that season or from a line."""
-        return self.data.residual == "season" or (self.model.linear > 0 and self.data.season > 1)
+        return self.starts_from == "season" or (self.model.linear > 0 and self.data.season > 1)
 
     @property
     def past_steps(self) -> int:

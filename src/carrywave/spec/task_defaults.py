@@ -79,9 +79,7 @@ def _each_step(spec: Spec) -> Sections:
     model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
     if spec.model.cell == lstm.CELL.name:
         model["forget_bias"] = 3.0  # stores such as snow and soil keep their content for months
-    # A window after a warm-up, wherever it begins, is scored under the same conditions as the rest of a series.
-    batch = {"windows": "random"} if spec.data.warmup and spec.streams else {}
-    return {"model": model, "batch": batch, "train": {"lr": 2e-3}}
+    return {"model": model, "train": {"lr": 2e-3}}
 
 
 def _decay(spec: Spec, decay: float) -> dict[str, Any]:
@@ -95,7 +93,7 @@ def _forecasting(spec: Spec) -> Sections:
     train: dict[str, Any] = {"lr": 2e-3} if data.levels is not None else {"lr": 2e-3, "loss": "mae"}
     train |= _decay(spec, 1e-3)
     model: dict[str, Any] = {"dropout": 0.2} if isinstance(spec.model.hidden, tuple) else {"layers": 1, "dropout": 0.2}
-    if data.residual in ("auto", "last") and data.transform != "diff":
+    if data.transform != "diff":
         model["linear"] = PAST_STEPS
     scale = {"standardize": "window"} if data.transform != "diff" else {}
-    return {"data": {"channels": "independent", "scale": "auto", **scale}, "model": model, "train": train}
+    return {"data": {"channels": "independent", **scale}, "model": model, "train": train}

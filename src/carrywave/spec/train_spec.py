@@ -112,13 +112,11 @@ class TrainSpec(Section):
         "for it (compute capability 8.0 or higher), otherwise fp32; the spec in a run's folder says which",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="seed of all randomness: weights, order, dropout")
-    schedule: Literal["constant", "cosine", "plateau", "step", "linear"] = Field("constant", description="learning-rate schedule")
+    schedule: Literal["constant", "cosine", "plateau", "linear"] = Field("constant", description="learning-rate schedule")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up, in any schedule")
     hold: Annotated[int, Field(ge=0)] = Field(0, description="cosine, linear: steps at the full learning rate, from the end of the warm-up")
-    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.25, description="plateau and step multiply the learning rate by this")
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.25, description="plateau multiplies the learning rate by this")
     patience: Annotated[int, Field(ge=0)] = Field(0, description="plateau: evaluations without improvement that are tolerated")
-    every: Positive = Field(10, description="step: epochs between reductions")
-    min_lr: Annotated[float, Field(ge=0.0)] = Field(0.0, description="no schedule lowers the learning rate below this")
     alpha: Annotated[float, Field(ge=0.0)] = Field(
         0.0, description="activation regularisation: times the mean square of the last layer's outputs"
     )
@@ -146,9 +144,6 @@ class TrainSpec(Section):
         None,
         description="classification, tagging: weights of the labels in the loss, by default 1; balanced: the same for each in total. "
         "With data.multi_label, weights of targets that are 1 (torch's pos_weight); balanced: zeros and ones of a label weigh the same",
-    )
-    threshold: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.5, description="data.multi_label: a label is predicted if its probability is at least this; it decides F1 and exact_match, too"
     )
     label_smoothing: Share = Field(
         0.0,
@@ -198,8 +193,6 @@ class TrainSpec(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower min_lr")
         if self.ema is not None and self.optimizer == "ntasgd":
             raise ValueError("optimizer=ntasgd averages weights by itself; remove ema, or use another optimizer")
         check_sync(dict(self), {name: field.default for name, field in TrainSpec.model_fields.items()})

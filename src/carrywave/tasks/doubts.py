@@ -13,7 +13,6 @@ from carrywave.data.files.label_sets import NONE
 from carrywave.data.order import Order
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.tokenizers import UNKNOWN
-from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.spec import Spec
 
 MOST_SEQUENCES, MOST_ROWS = 4096, 1 << 22  # at most this many are examined
@@ -118,10 +117,10 @@ def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) ->
     return f"{share:.1%} of the tokens in valid never occur in train, so nothing is learned about them{remedy}"
 
 
-def short_of_season(data: DataSpec, rows: NDArray[np.int64]) -> str | None:
+def short_of_season(spec: Spec, rows: NDArray[np.int64]) -> str | None:
     """Return a line if some forecasts have less than a season of rows before them, though the model adds to the last season."""
-    short = int((rows < data.season).sum())
-    if data.residual != "season" or not short:
+    short, data = int((rows < spec.data.season).sum()), spec.data
+    if spec.starts_from != "season" or not short:
         return None
     many = f"{short:,} of {len(rows):,} forecasts have" if len(rows) > 1 else "the forecast has"
     fact = f"{many} less than a season ({data.season} rows) before the first step, so the last value stands for the last season"

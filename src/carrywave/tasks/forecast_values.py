@@ -18,7 +18,7 @@ from carrywave.data.tables.channels import backward
 from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.window_scale import WindowScale
-from carrywave.spec.data_spec import DataSpec
+from carrywave.spec.spec import Spec
 from carrywave.tasks.bands import Bands
 from carrywave.tasks.quantile_functions import Quantiles
 from carrywave.tasks.views import Naive
@@ -29,15 +29,15 @@ Reals = NDArray[np.float64]
 class ForecastValues:
     """Makes values of outputs. `data` are the sequences that became of the table: `many` of each of its series."""
 
-    def __init__(self, table: Table, data: Sequences, codec: Codec, spec: DataSpec, bands: Bands | None = None) -> None:
+    def __init__(self, table: Table, data: Sequences, codec: Codec, spec: Spec, bands: Bands | None = None) -> None:
         self.table, self.data, self.codec, self.bands = table, data, codec, bands
         self.many = len(codec.channels) or 1
         self._scales = scales(table, codec)
         self._targets = np.array(codec.targets)
-        self._naive = Naive(data, self._targets, spec.horizon, spec.season, spec.residual)
-        self._counts = spec.counts
+        self._naive = Naive(data, self._targets, spec.data.horizon, spec.data.season, spec.starts_from)
+        self._counts = spec.data.counts
         self._deviation = None if bands is None or not bands.steps else WindowScale(data, self._targets, bands.steps)
-        self._quantiles = Quantiles(spec.distribution, spec.levels or ()) if spec.distribution != "none" else None
+        self._quantiles = Quantiles(spec.data.distribution, spec.data.levels or ()) if spec.data.distribution != "none" else None
         self.places = [table.columns.index(column) for column in codec.forecast_columns]  # in the table
 
     def unit(self, series: int) -> Reals:

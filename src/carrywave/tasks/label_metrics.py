@@ -1,6 +1,6 @@
 """Metrics of targets of which any number may hold (`data.multi_label`): F1 over all decisions and over labels, exact matches.
 
-A label counts as predicted if its probability is at least the threshold. A missing target (NaN) adds nothing.
+A label counts as predicted if its probability is at least one half. A missing target (NaN) adds nothing.
 
 Shapes: T time, B lane, K labels, N all leading dimensions flattened.
 """
@@ -17,11 +17,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 Row = dict[str, str | int | float]
 
 
-def log_odds(probability: float) -> float:
-    """The logit of a probability: it is compared with logits, so that a decision does not depend on how they are turned into shares."""
-    return math.log(probability / (1.0 - probability))
-
-
 class LabelDecisions:
     """How often each label was wanted, predicted, and both; how often all labels of a step or sequence were right.
 
@@ -34,11 +29,9 @@ class LabelDecisions:
         device: torch.device | str = "cpu",
         labels: Sequence[str] = (),
         *,
-        threshold: float = 0.5,
         weighted: bool = False,
     ) -> None:
         self.labels = tuple(labels) or tuple(map(str, range(classes)))
-        self.threshold = threshold
         # The rows are: targets that are known, those that are 1, decisions for a label, and those of them that are right.
         self.counts_4K = torch.zeros(4, classes, dtype=torch.int64, device=device)
         self.whole_2 = torch.zeros(2, dtype=torch.int64, device=device)  # steps or sequences, and those with every label right
@@ -53,7 +46,7 @@ class LabelDecisions:
         """Add logits and targets, [B, K] or [T, B, K]."""
         out_NK, target_NK = (each.reshape(-1, each.shape[-1]) for each in (out, target))
         real_NK = target_NK.isfinite()
-        wanted_NK, chosen_NK = (target_NK > 0.5) & real_NK, (out_NK >= log_odds(self.threshold)) & real_NK
+        wanted_NK, chosen_NK = (target_NK > 0.5) & real_NK, (out_NK >= 0) & real_NK
         self.counts_4K += torch.stack([each.sum(0) for each in (real_NK, wanted_NK, chosen_NK, wanted_NK & chosen_NK)])
         real_N = real_NK.any(-1)
         self.whole_2 += torch.stack([real_N.sum(), (real_N & (wanted_NK == chosen_NK).all(-1)).sum()])

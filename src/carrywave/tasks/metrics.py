@@ -99,7 +99,7 @@ def for_task(
         case "classification" | "tagging":
             weighted = weighted or spec.train.class_weights is not None
             if spec.data.multi_label:
-                return LabelDecisions(len(facts.labels), device, facts.labels, threshold=spec.train.threshold, weighted=weighted)
+                return LabelDecisions(len(facts.labels), device, facts.labels, weighted=weighted)
             return Confusion(len(facts.labels), device, facts.labels, tops, weighted=weighted, chosen=spec.model.crf is True)
         case "transcription":
             return LabelErrors(len(facts.labels), device)

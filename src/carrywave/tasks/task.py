@@ -102,8 +102,7 @@ class Task:
                     check_sequences(name, data, self.facts.labels, self.spec.data.scheme)
             case "forecasting":
                 layout, targets = views.Layout.of(self.codec), np.array(self.codec.targets)
-                scale_steps, changes = self.spec.scale_steps, self.spec.reads_changes
-                view = views.forecasting(data, self.spec.data, targets, layout, scale_steps=scale_steps, changes=changes)
+                view = views.forecasting(data, self.spec, targets, layout)
             case "transcription":
                 view = transcripts.view(name, data, self.codec, None if self.own_model else self.spec.model)
             case "regression" if self.spec.each_step:
@@ -247,7 +246,6 @@ class Task:
                     "model.dropout_rare makes words <unk>, which the vocabulary does not have; set data.tokens=word, or remove it"
                 )
             words.rare = (first_rare(train, words.vocabulary), self.codec.vocabulary.index(UNKNOWN), spec.dropout_rare)
-        words.weight.requires_grad_(not spec.freeze_embedding)
         if not self.facts.characters:
             return words
         facts = self.facts
@@ -259,8 +257,7 @@ class Task:
             beside = None if self.linear is None else self.linear.beside(self.linear(data))
             view = View(data.inputs, data.starts, data.lengths, resets_at=views.resets(data, self.document_ends), linear=beside)
             return self._with_history(view, data)
-        layout, steps = views.Layout.of(self.codec), self.spec.scale_steps
-        return self._with_history(views.series(data, self.spec.data, layout, scale_steps=steps, changes=self.spec.reads_changes), data)
+        return self._with_history(views.series(data, self.spec, views.Layout.of(self.codec)), data)
 
     def _with_history(self, view: View, data: Sequences) -> View:
         """The view with the past values that the head reads and, of counts, their units; or with the characters of words."""

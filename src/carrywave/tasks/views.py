@@ -14,7 +14,7 @@ from carrywave.data.sequences import Ints, Sequences, View
 from carrywave.data.tables.step_series import LEAST_SPREAD
 from carrywave.data.tables.window_scale import WindowScale
 from carrywave.data.text.documents import DocumentEnds
-from carrywave.spec.data_spec import DataSpec
+from carrywave.spec.spec import Spec
 
 
 def resets(data: Sequences, ends: DocumentEnds | None = None) -> Callable[[Ints], NDArray[np.bool_]] | None:
@@ -171,28 +171,27 @@ class Layout:
         return bool(len(self.known) or len(self.known_codes))
 
 
-def series(data: Sequences, spec: DataSpec, layout: Layout | None = None, *, scale_steps: int = 0, changes: bool | None = None) -> View:
+def series(data: Sequences, spec: Spec, layout: Layout | None = None) -> View:
     """View every row of every series, without targets, to forecast from.
 
-    With `changes`, by default if forecasts are relative to the last season, the model also reads each column's change since then: an LSTM
-    is slow to learn to recall raw values from that long ago. What is known ahead is read for each step of the horizon. The order is that
-    of `StepInputs`.
-    With `scale_steps`, measured columns and their changes are read in the scale of that many last values (`window_scale`).
+    With a season, the model also reads each column's change since the last one (`Spec.reads_changes`): an LSTM is slow to learn to recall
+    raw values from that long ago. What is known ahead is read for each step of the horizon. The order is that of `StepInputs`. With
+    `data.standardize: window`, measured columns and their changes are read in the scale of so many last values (`window_scale`).
     """
     values = data.inputs
-    seasonal = spec.residual == "season" if changes is None else changes
+    seasonal, scale_steps, season = spec.reads_changes, spec.scale_steps, spec.data.season
     if not seasonal and not scale_steps and (layout is None or not layout.ahead):
         return View(values, data.starts, data.lengths)
     every = np.arange(values.shape[1])
     at = layout or Layout(every, every, every[:0], every[:0], every[:0], every)
     first = FirstRow(data)
-    ahead = np.arange(1, spec.horizon + 1)
+    ahead = np.arange(1, spec.data.horizon + 1)
     scale = WindowScale(data, at.scaled, scale_steps) if scale_steps else None
 
     def inputs(rows: Ints) -> NDArray[Any]:
         now = np.array(values[rows])
         # The change is zero if there is less than a season of history.
-        change = now - values[np.where(rows - spec.season >= first(rows), rows - spec.season, rows)] if seasonal else now
+        change = now - values[np.where(rows - season >= first(rows), rows - season, rows)] if seasonal else now
         if scale is not None:
             mean, deviation = scale(rows)
             now[..., at.scaled] = (now[..., at.scaled] - mean) / deviation
@@ -210,22 +209,14 @@ def series(data: Sequences, spec: DataSpec, layout: Layout | None = None, *, sca
     return View(values, data.starts, data.lengths, inputs_at=inputs)
 
 
-def forecasting(
-    data: Sequences,
-    spec: DataSpec,
-    columns: Ints,
-    layout: Layout | None = None,
-    *,
-    scale_steps: int = 0,
-    changes: bool | None = None,
-) -> View:
+def forecasting(data: Sequences, spec: Spec, columns: Ints, layout: Layout | None = None) -> View:
     """Each row whose whole horizon lies inside its part is an origin; targets are differences from the naive forecast, or counts as they
     are in the data.
     """
-    naive = Naive(data, columns, spec.horizon, spec.season, spec.residual)
-    ahead = np.arange(1, spec.horizon + 1)
+    naive = Naive(data, columns, spec.data.horizon, spec.data.season, spec.starts_from)
+    ahead = np.arange(1, spec.data.horizon + 1)
     values, missing = data.inputs, data.missing
-    units = Units(data, columns) if spec.counts else None
+    units = Units(data, columns) if spec.data.counts else None
 
     def future(rows: Ints) -> NDArray[Any]:
         # Padding repeats a real row, so only the end of the whole array needs clipping.
@@ -238,6 +229,5 @@ def forecasting(
 
     # The last warm-up row is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)
-    read = series(data, spec, layout, scale_steps=scale_steps, changes=changes)
-    read = replace(read, lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
+    read = replace(series(data, spec, layout), lengths=data.lengths - spec.data.horizon, targets_at=future, warm=warm)
     return weighted(read, data, lambda rows: np.minimum(rows[..., None] + ahead, len(values) - 1))

@@ -119,7 +119,7 @@ def backtest_run(path: Path | str, data: Any, options: RollingOptions, device: s
         seen = (*_changed(saved), *_seen(whole, table, placed, spec)) if data is None else ()
     if world.rank == 0:
         unseen = (*series.unseen_series(table.name, table.names, codec), *series.unseen_values(table.name, table, codec))
-        short = short_of_season(spec.data, placed.known_SO[placed.made_SO])
+        short = short_of_season(spec, placed.known_SO[placed.made_SO])
         for line in (*whole.notes[1:], *left_out, *seen, *unseen, *([] if short is None else [short])):
             note(line)
     made = forecast(saved, table, placed, range(rolling.origins))
@@ -198,7 +198,7 @@ def forecast(saved: Saved, table: Table, origins: Origins, wanted: Sequence[int]
         outs = outputs.of(data)
         if not outs:
             continue
-        values = ForecastValues(past, data, codec, spec, saved.task.bands)
+        values = ForecastValues(past, data, codec, saved.spec, saved.task.bands)
         places, many = values.places, values.many
         seasonal = Naive(
             Sequences(past.values, past.starts, past.lengths), np.array(places), origins.rolling.horizon, spec.season, "season"

@@ -195,7 +195,7 @@ class Loop:
     def _step(self, group: list[Batch], stop: Stop) -> Reason | None:
         """Take one optimizer step; returns the reason to stop, if a worker was asked to."""
         train, at = self.spec.train, self.state
-        at.lr = rates.lr(train, at.rate, at.step, int(self.total_steps), at.epoch) * BACK_FACTOR**at.backs
+        at.lr = rates.lr(train, at.rate, at.step, int(self.total_steps)) * BACK_FACTOR**at.backs
         if self.spec.batch.vary:
             # A shorter window has a smaller sum of gradients over time, so its learning rate is scaled down (AWD-LSTM).
             at.lr *= sum(batch.steps for batch in group) / (len(group) * self.spec.steps)

@@ -25,28 +25,26 @@ class Rate:
     since_best: int = 0  # evaluations since the best one
 
 
-def lr(spec: TrainSpec, state: Rate, step: int, total_steps: int, epoch: int) -> float:
-    """The learning rate of optimizer step `step` (from 0) of `total_steps`, in `epoch` (from 0).
+def lr(spec: TrainSpec, state: Rate, step: int, total_steps: int) -> float:
+    """The learning rate of optimizer step `step` (from 0) of `total_steps`.
 
-    Warmup is linear and reaches the full rate at step `warmup`; cosine and linear lower it from `hold` steps later, and would reach
-    `min_lr` at step `total_steps`.
+    Warmup is linear and reaches the full rate at step `warmup`; cosine and linear lower it from `hold` steps later, and would reach 0 at
+    step `total_steps`.
     """
     full = spec.warmup + spec.hold  # the first step that may have less than the full rate again
     progress = min(1.0, max(0.0, (step - full) / max(1, total_steps - full)))
     match spec.schedule:
         case "cosine":
-            rate = spec.min_lr + (spec.lr - spec.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+            rate = spec.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
         case "linear":
-            rate = spec.lr + (spec.min_lr - spec.lr) * progress
-        case "step":
-            rate = spec.lr * spec.factor ** (epoch // spec.every)
+            rate = spec.lr - spec.lr * progress
         case "plateau":
             rate = spec.lr * state.scale
         case "constant":
             rate = spec.lr
     if step < spec.warmup:
         rate *= (step + 1) / (spec.warmup + 1)
-    return max(rate, spec.min_lr)
+    return rate
 
 
 def after_evaluation(spec: TrainSpec, state: Rate, loss: float) -> Rate:

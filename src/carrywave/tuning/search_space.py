@@ -31,7 +31,7 @@ MEASURE = {
         "data.weight",
     ),
     "language": ("data.tokens", "data.vocabulary", "data.min_count"),
-    "forecasting": ("data.targets", "data.horizon", "data.quantiles", "data.standardize", "data.missing", "data.transform", "data.scale"),
+    "forecasting": ("data.targets", "data.horizon", "data.quantiles", "data.standardize", "data.missing", "data.transform"),
     "regression": ("data.standardize", "data.targets", "data.each_step", "data.warmup"),
     "loss": ("train.loss", "train.class_weights", "train.label_smoothing", "data.distribution"),
 }

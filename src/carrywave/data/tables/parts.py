@@ -69,7 +69,7 @@ def spans(table: Table, spec: Spec, files: Collection[str]) -> dict[str, SeriesP
         bounds = np.stack([np.maximum(table.lengths - held, 0), table.lengths], axis=1)
     else:
         bounds = table.lengths[:, None]
-    context = data.context or max(10 * data.season, 4 * spec.steps, spec.past_steps + spec.steps, data.warmup)
+    context = max(10 * data.season, 4 * spec.steps, spec.past_steps + spec.steps, data.warmup)
     parts: dict[str, SeriesPart] = {}
     before = np.zeros_like(table.lengths)
     for place, part in enumerate(PARTS[: bounds.shape[1]]):

@@ -74,7 +74,7 @@ def learn(table: Table, train: SeriesPart, spec: Spec, reading: TargetReading, n
         mean, std = scale_of(table.values[rows, :measured], counted, None if gaps is None else gaps[rows])
     mean, std = (*mean, *(0.0 for _ in calendar)), (*std, *(1.0 for _ in calendar))  # the calendar needs no scale, and comes last
     # Series are scaled by their mean absolute seasonal change, as errors of many series are compared.
-    by_change = spec.data.scale == "change" or (spec.data.scale == "auto" and bool(table.series))
+    by_change = bool(table.series)
     codec = Codec(
         columns=table.columns,
         targets=places,

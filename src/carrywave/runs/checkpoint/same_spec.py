@@ -29,7 +29,7 @@ OF_FRONT = tuple(f"model.{name}" for name in FRONT)  # go with the front
 # Chosen to fit the data and the devices if they have these values; a run keeps what was chosen for it.
 OPEN: Mapping[str, object] = {
     **dict.fromkeys(("batch.lanes", "batch.steps", "batch.tokens", "train.early_stop")),
-    **dict.fromkeys(("train.precision", "data.residual", "model.front", "train.weights", "model.crf"), AUTO),
+    **dict.fromkeys(("train.precision", "model.front", "train.weights", "model.crf"), AUTO),
     "train.epochs": 0,
     "model.linear": PAST_STEPS,
 }
