@@ -104,7 +104,7 @@ CLUSTER: dict[str, tuple[dict[str, str], str]] = {
     "29 no master": ({"RANK": "0"}, "RANK is set but MASTER_ADDR is not; start the workers with torchrun"),
     "30 port busy": (
         {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"},
-        "port BUSY on 127.0.0.1 is in use by another program; ",
+        "port BUSY on 127.0.0.1 is in use by another program, or another training; ",
     ),
     "31 rank": ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"}, "RANK=2 is out of range for WORLD_SIZE=2; "),
     "34 no peer": ({"RANK": "1", "CARRYWAVE_WORKER": "WORKER", "CARRYWAVE_START_SECONDS": "3"}, "rank 0 of 2 did not show up within 3 s; "),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from carrywave.model.lstm import LSTM
-from carrywave.parallel.links.pair_links import PairLinks
+from carrywave.parallel.links.group_links import GroupLinks
 from carrywave.parallel.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -27,13 +27,13 @@ CYCLES = 200_000  # about a tenth of a millisecond
 def work(world: World, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Train for so many steps; tells the losses, how many steps were recorded, and the kernel of a layer."""
     draw = random.Random(world.rank)
-    issue = PairLinks.flush
+    issue = GroupLinks.flush
 
-    def flush(links: PairLinks) -> None:
+    def flush(links: GroupLinks) -> None:
         torch.cuda._sleep(draw.randrange(CYCLES))  # type: ignore[no-untyped-call]
         issue(links)
 
-    PairLinks.flush = flush  # type: ignore[method-assign]
+    GroupLinks.flush = flush  # type: ignore[method-assign]
     case, split = SummedStack(**job["case"]), Split(**job["split"])
     loop = Loop(world, case, split, "bf16")
     losses = [float(loop.update()) for _ in range(3)]

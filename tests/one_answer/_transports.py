@@ -16,7 +16,7 @@ from _mapped import MappedMemory
 from _serial_device import SerialDevice
 
 from carrywave.parallel import mesh
-from carrywave.parallel.links import pair_links
+from carrywave.parallel.links import group_links
 from carrywave.parallel.sums import host_sums
 
 TRANSPORTS = ("in order", "one at a time", "mapped")
@@ -30,6 +30,6 @@ def use(transport: str, meeting: Path) -> None:
         mesh.symmetric_memory = MappedMemory  # type: ignore[assignment, misc]
         mesh.peer_access.in_reach = lambda there, ranks: True  # type: ignore[attr-defined]
     elif transport:
-        pair_links.takes_order = lambda backend: True
+        group_links.takes_order = lambda backend: True
         if transport == "one at a time":
             dist.batch_isend_irecv = SerialDevice().batch_isend_irecv  # type: ignore[assignment]

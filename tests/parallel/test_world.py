@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from carrywave.errors import ContactLost, DataError, ResourceError, SpecError, WorkerError
+from carrywave.errors import ContactLost, DataError, SpecError, WorkerError
 from carrywave.parallel import world
 from carrywave.parallel.devices import check_gpus, pick_device
-from carrywave.parallel.liveness.lost_contact import lost
-from carrywave.parallel.startup import door, environment
 from carrywave.parallel.startup.launcher_env import WorkerFile
 from carrywave.parallel.startup.rendezvous import open_store
 from carrywave.parallel.world import World, all_gather_text, check_agreement, join, leave, raise_on_all, report_once
@@ -94,25 +92,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return current
 
 
-def test_cuda_without_a_number_is_the_current_one_for_good(gpus: list[int]) -> None:
+def test_a_device_by_its_name(gpus: list[int]) -> None:
+    """Without a number it is the current one for good, or the one that a launcher's word gives."""
     found = [pick_device("cuda"), pick_device("auto"), World.alone(torch.device("cuda")).device]
     gpus[0] = 0
     assert found == [torch.device("cuda", 1)] * 3
-    assert pick_device("cuda", local_rank=3) == torch.device("cuda", 1)  # the launcher's word
-
-
-def test_the_number_of_a_gpu_counts(gpus: list[int]) -> None:
+    assert pick_device("cuda", local_rank=3) == torch.device("cuda", 1)
     assert pick_device("cuda:0", local_rank=1) == torch.device("cuda", 0)
-    with pytest.raises(SpecError, match="device cuda:2 not found: this host has 2 GPUs, from cuda:0; use one of them"):
-        pick_device("cuda:2")
-    for name in ("cuda:", "cuda:x", "cpu:0"):
-        with pytest.raises(SpecError, match=f"unknown device '{name}'; use auto, cpu, cuda or cuda:INDEX"):
+    for name, message in (("cuda:2", "this host has 2 GPUs"), *((name, "use auto, cpu") for name in ("cuda:", "cuda:x", "cpu:0", "tpu"))):
+        with pytest.raises(SpecError, match=f"{name}.*{message}"):
             pick_device(name)
-
-
-def test_a_device_that_is_not_known_is_refused() -> None:
-    with pytest.raises(SpecError, match="unknown device 'tpu'; use auto, cpu, cuda or cuda:INDEX"):
-        pick_device("tpu")
 
 
 @pytest.mark.parametrize(
@@ -123,8 +112,6 @@ def test_a_device_that_is_not_known_is_refused() -> None:
         ({"RANK": 0, "WORLD_SIZE": 2}, "RANK is set but LOCAL_RANK is not; .* SLURM_LOCALID"),
         ({"RANK": "one", "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=one is not a whole number >= 0"),
         ({"RANK": "٣", "WORLD_SIZE": 4, "LOCAL_RANK": 0}, "RANK=٣ is not a whole number >= 0"),
-        ({"RANK": "9" * 5000, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=9{57}… is not a whole number >= 0"),
-        ({"RANK": -1, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=-1 is not a whole number >= 0"),
         ({"RANK": 2, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=2 is out of range for WORLD_SIZE=2"),
         ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK is set but MASTER_ADDR is not"),
         ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}, "RANK is set but MASTER_PORT is not"),
@@ -136,10 +123,6 @@ def test_a_device_that_is_not_known_is_refused() -> None:
         (
             {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": 29500},
             "host no.such.host.invalid not found",
-        ),
-        (
-            {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "a" * 300, "MASTER_PORT": 29500},
-            "host a{57}… not found",
         ),
     ],
 )
@@ -188,57 +171,6 @@ def test_an_address_that_only_others_can_use_does_not_keep_the_first_waiting() -
     assert store.get("word") == b"there"
 
 
-ONE = {"spec": "{}", "run": "one"}
-
-
-def come(monkeypatch: pytest.MonkeyPatch, job: dict[str, str], **variables: object) -> None:
-    """Rank 1 comes to a port where rank 0 of the job ONE has put up its card, and is turned away."""
-    port = free_port()
-    store = open_store("127.0.0.1", port, True, 5.0)
-    door.put_up(store, door.WORKERS, {"size": "2", **ONE})
-    own: dict[str, object] = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    launcher(monkeypatch, CARRYWAVE_START_SECONDS=60, **(own | variables))
-    with pytest.raises(WorkerError) as raised:
-        join("cpu", job)
-    assert str(raised.value).startswith(f"another job (run one) uses port {port} on 127.0.0.1"), raised.value
-    assert "choose another port" in str(raised.value)
-
-
-@pytest.mark.parametrize("job", [ONE | {"run": "two"}, ONE | {"spec": "other"}, {}])
-def test_a_worker_of_another_job_is_turned_away(job: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    come(monkeypatch, job)
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"WORLD_SIZE": 3},
-        {"TORCHELASTIC_RUN_ID": "mine"},
-        {"CARRYWAVE_JOB": "slurm 7.0"},
-        {"CARRYWAVE_SECRET": "x"},
-    ],
-)
-def test_so_is_one_that_another_launcher_or_engine_started(variables: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    come(monkeypatch, ONE, **variables)
-
-
-def test_so_is_one_of_another_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    come(monkeypatch, ONE, **WorkerFile(launch="a").write(tmp_path / "worker.json"))
-
-
-@pytest.mark.parametrize("before", [{"times": 1}, {"attempt": 1}])
-def test_the_next_run_of_a_script_is_no_other_job(before: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is the first after a restart, if the script has left out what was done; rank 1 may be there before rank 0 has put up its card."""
-    port = free_port()
-    store = open_store("127.0.0.1", port, True, 5.0)
-    door.put_up(store, door.WORKERS, {"size": "2", **ONE})
-    monkeypatch.setattr(world._Joined, "times", before.get("times", 0))
-    own: dict[str, object] = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    launcher(monkeypatch, CARRYWAVE_START_SECONDS=0.5, TORCHELASTIC_RESTART_COUNT=before.get("attempt", 0), **own)
-    with pytest.raises(WorkerError, match="rank 0 of 2 did not show up"):
-        join("cpu", ONE | {"run": "two"})
-
-
 @pytest.mark.parametrize(("kept", "attempt"), [("True", "2"), ("False", "0")])
 def test_restarted_workers_meet_anew_in_a_store_that_torchrun_keeps(kept: str, attempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A static rendezvous (`--master-addr`) keeps its store, although the variable is set."""
@@ -253,18 +185,23 @@ def test_a_rank_that_is_there_twice_is_no_mistake_of_the_user(monkeypatch: pytes
     with pytest.raises(WorkerError, match="rank 0 of 2 did not show up"):
         join("cpu")
     monkeypatch.setattr(world._Joined, "times", 0)
-    with pytest.raises(ContactLost, match=r"rank 1 of 2 is already there, or was: another process of this job; restart all workers"):
+    with pytest.raises(ContactLost, match=r"rank 1 of 2 is already there, or was: .*; restart all workers"):
         join("cpu")
 
 
-def test_of_many_that_stay_away_some_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launcher(monkeypatch, RANK=0, WORLD_SIZE=99_999_999, LOCAL_RANK=0, **in_file(tmp_path), CARRYWAVE_START_SECONDS=0.1)
-    with pytest.raises(WorkerError, match=r"^ranks 1, 2, 3, 4, 5, 6, 7, 8 and others of 99999999 did not show up"):
+def test_workers_of_another_number_are_of_another_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two jobs at one port. Those of the same number are told apart by what they are asked for (`train.fit.agree`)."""
+    launcher(monkeypatch, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, **in_file(tmp_path), CARRYWAVE_START_SECONDS=0.1)
+    with pytest.raises(WorkerError, match="rank 1 of 2 did not show up"):
+        join("cpu")
+    monkeypatch.setattr(world._Joined, "times", 0)
+    launcher(monkeypatch, RANK=1, WORLD_SIZE=3)
+    with pytest.raises(WorkerError, match=r"rank 0 is one of 2 workers, and this one of 3; .*another job at another port"):
         join("cpu")
 
 
 def test_a_busy_port_is_named(listener: int) -> None:
-    with pytest.raises(WorkerError, match=f"port {listener} on 127.0.0.1 is in use by another program; use a free one"):
+    with pytest.raises(WorkerError, match=f"port {listener} on 127.0.0.1 is in use by another program.*use a free one"):
         open_store("127.0.0.1", listener, True, 1.0)
 
 
@@ -285,39 +222,6 @@ def test_a_group_that_is_there_is_used_and_left_alone(monkeypatch: pytest.Monkey
             join("cpu")
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:47012: Connection reset by peer"),
-        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2"),
-        RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"),
-        RuntimeError("Timeout waiting for key: here/1 after 200 ms"),
-        ContactLost("contact with rank 1 was lost"),
-        dist.DistNetworkError("Failed to recv, got 0 bytes"),
-        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
-    ],
-)
-def test_lost_contact_is_known(error: Exception) -> None:
-    assert lost(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("Connection closed by peer"),
-        RuntimeError("shape '[2]' is invalid"),
-        KeyboardInterrupt(),
-        OSError(28, "No space left"),
-        ConnectionRefusedError(111, "Connection refused"),  # of a data base that the user reads from
-        BrokenPipeError(32, "Broken pipe"),
-        RuntimeError("the data base answered: connection reset by peer"),
-        TimeoutError("timed out after 5 s"),
-    ],
-)
-def test_a_failure_of_our_own_is_no_lost_contact(error: BaseException) -> None:
-    assert not lost(error)
 
 
 def test_one_rank_tells() -> None:
@@ -345,14 +249,3 @@ def test_workers_of_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyP
     for allowed in ("1", "2"):
         monkeypatch.setenv("CARRYWAVE_SHARE_GPU", allowed)
         check_gpus(there(("a", "1"), ("a", "1")))
-
-
-def test_a_limit_of_open_files_that_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, raised = [(24, 24)], []
-    monkeypatch.setattr(environment.resource, "getrlimit", lambda _: limits[0])
-    monkeypatch.setattr(environment.resource, "setrlimit", lambda _, to: raised.append(to))
-    with pytest.raises(ResourceError, match=r"may have 24 open files, but one of 2 workers needs 48; raise the limit \(ulimit -n 1024\)"):
-        environment.check_descriptors(2)
-    limits[0] = (24, 4096)
-    environment.check_descriptors(2)
-    assert raised == [(48, 4096)]

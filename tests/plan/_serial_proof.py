@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from carrywave.errors import PlanError
-from carrywave.parallel.links.pair_links import MessageEnd, joins
+from carrywave.parallel.links.group_links import MessageEnd, joins
 from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, outgoing
 from carrywave.plan.schedule.schedule import StageTask, name, reader
 

@@ -28,7 +28,7 @@ from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.plan.memory import Footprint
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel
+from carrywave.plan.schedule.messages import Channel, Program
 from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
 from carrywave.plan.units import BatchShape, Units
 from carrywave.spec.facts import DataFacts
@@ -185,7 +185,7 @@ def test_recomputation_defers_nothing() -> None:
 class Listening:
     """Links that have every message at once, and note what is sent and when it is passed to the device."""
 
-    in_order: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
     told: list[str] = field(default_factory=list)
 
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Arrived:
@@ -197,11 +197,14 @@ class Listening:
     def flush(self) -> None:
         self.told.append("flush")
 
-    def drain(self) -> None:
-        """Nothing is in flight."""
+    def arranged(self, program: Program) -> Program:
+        return program
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def begin(self, program: Program, messages: object) -> None:
+        """Nothing needs room."""
+
+    def end(self) -> None:
+        """Nothing is in flight."""
 
 
 def test_the_last_gradient_is_on_its_way_before_weight_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.links.device_links import DeviceLinks
-from carrywave.parallel.links.pair_links import PairLinks
+from carrywave.parallel.links.group_links import GroupLinks
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum
@@ -100,7 +100,11 @@ def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch
         mesh = Mesh.__new__(Mesh)  # without its connections, which need processes
         mesh.plan, mesh.device, mesh.world = plan, torch.device("cuda"), World(0, 4, 0, 4, torch.device("cuda"), backend)
         there = memory if links is None else links
-        pair = DeviceLinks.__new__(DeviceLinks) if there else PairLinks({}, mesh.device, on_device=on_device)
+        pair = (
+            DeviceLinks.__new__(DeviceLinks)
+            if there
+            else GroupLinks({}, [], mesh.device, where=mesh.device, exclusive=on_device, on_device=on_device)
+        )
         mesh.links = pair if plan.stages > 1 else None
         mesh._all = DeviceSum.__new__(DeviceSum) if memory else GroupSum(cast(dist.ProcessGroup, None), on_device=on_device)
         return transport_of(spec(**train), network, mesh)

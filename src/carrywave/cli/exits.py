@@ -30,7 +30,6 @@ from carrywave.launch import launch_record, worker_logs
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, RESOURCE, STOPPED, Ended, code_of
 from carrywave.launch.signals import REQUESTS, let_go_of_terminal, wanted
 from carrywave.parallel.liveness import device_faults, failure_file
-from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import launched
 
 P = ParamSpec("P")
@@ -109,7 +108,6 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             with _heeding_stops(), by_command():
-                environment.check()
                 _check_folder()
                 command(*args, **kwargs)
         except UserError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -68,6 +69,8 @@ for command in (train, tune, plan, doctor, launch, export, backtest, report, eva
 def main() -> None:
     """Run the command named on the command line."""
     plain_warnings()
+    # Of torch's connections, our own messages tell what matters.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app(prog_name="carrywave")
     except SystemExit as end:

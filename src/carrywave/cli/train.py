@@ -22,7 +22,6 @@ from carrywave.cli.workers import (
     devices_of,
     devices_that_pay,
     fitted,
-    requested_job,
     start_on_ray,
     start_workers,
 )
@@ -69,9 +68,8 @@ def train(
         further = [] if restarts is None else ["--restarts", str(restarts)]
         resolved = None if resume and not spec else load(path, overrides)
         return _train_seeds(resolved, seeds, run, resume, init, device.value, devices, further, json_file)
-    job = requested_job(path, overrides, run)
     where = around()
-    with agreed(device.value, job) as of_rank_0:
+    with agreed(device.value) as of_rank_0:
         resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _run_exists(run)})["there"]))
         if resume and init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")

@@ -21,11 +21,9 @@ from carrywave.launch.hardware import cores, gpus
 from carrywave.launch.hosts import Hosts, forgotten_srun, hosts_of, take_place
 from carrywave.launch.launcher import NEVER, Patience, is_worker, start
 from carrywave.launch.script_workers import script_command
-from carrywave.parallel.startup.door import Job, job_of
 from carrywave.parallel.startup.environment import may_share_gpu
 from carrywave.parallel.startup.launcher_env import check_not_of_mpi, launched
 from carrywave.plan.plan import fewer
-from carrywave.spec.load import load
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 
@@ -56,11 +54,10 @@ Read = Callable[[], dict[str, Any]]
 
 
 @contextmanager
-def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dict[str, Any]]]:
+def agreed(device: str) -> Iterator[Callable[[Read], dict[str, Any]]]:
     """Make a user error raised in this block a single error on all workers, reported once. Collective under a launcher.
 
     Yields a function that has rank 0 read plain values, which other hosts may not have, and returns them on every worker.
-    `job` is what the command asks for.
     """
     if not launched():
         yield lambda read: read()
@@ -68,7 +65,7 @@ def agreed(device: str, job: Job | None = None) -> Iterator[Callable[[Read], dic
     with leaving_at_once():
         from carrywave.parallel.world import from_rank_0, join, leave, raise_on_all
 
-    world = join(device, job)
+    world = join(device)
 
     def of_rank_0(read: Read) -> dict[str, Any]:
         return from_rank_0(world, read)
@@ -88,14 +85,6 @@ def around() -> Hosts | None:
     if hosts is None:
         check_not_of_mpi()
     return hosts
-
-
-def requested_job(path: Path | None, overrides: Sequence[str], run: str | None) -> Job:
-    """What the command asks for, to be compared with that of the other hosts and workers. Mistakes in a spec are reported elsewhere."""
-    try:
-        return job_of(load(path, overrides), run)
-    except UserError:
-        return job_of(None, run)
 
 
 def devices_of(run: Path, spec: Spec, device: str, where: Hosts | None) -> int | None:

@@ -21,7 +21,6 @@ from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, 
 from carrywave.launch.hosts import take_place
 from carrywave.launch.launcher import Patience, start
 from carrywave.parallel.liveness import device_faults, failure_file
-from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import FitCall, check_not_of_mpi, is_first, worker_file
 
 VALUED = ("-W", "-X", "--check-hash-based-pycs")  # interpreter options that take the next argument as their value
@@ -38,7 +37,6 @@ def begin() -> CallRecord | None:
 
     Returns the call's result if the process that started this one already has it (or raises its error); None: do the work.
     """
-    environment.check()
     take_place(trains=False)  # a script starts no workers on other hosts, so every task of srun is one
     check_not_of_mpi()
     _results.append(None)

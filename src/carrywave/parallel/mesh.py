@@ -17,9 +17,9 @@ from torch import Tensor
 from carrywave.data.loader import Share
 from carrywave.errors import PlanError
 from carrywave.parallel import process_groups
-from carrywave.parallel.links import pair_links
+from carrywave.parallel.links import group_links
 from carrywave.parallel.links.device_links import DeviceLinks
-from carrywave.parallel.links.transport import GroupLinks, Links, PeerLink
+from carrywave.parallel.links.links import Links
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.memory import peer_access
 from carrywave.parallel.memory.peer_access import Neighbour
@@ -29,10 +29,10 @@ from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.sums.device_sums import DeviceSum
 from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
 from carrywave.parallel.sums.host_sums import HostSum
-from carrywave.parallel.world import World, all_gather_text
+from carrywave.parallel.world import World
 from carrywave.plan.placement import Seat, arrange, seats
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel, Pair, channels_of, pairs_of
+from carrywave.plan.schedule.messages import Pair, channels_of, pairs_of
 
 ALL = "all"  # the use of the world's own group
 Transport = Literal["", "device memory", "NCCL", "gloo"]
@@ -163,24 +163,10 @@ class Mesh:
         """Begin to all-reduce in place over all workers; the sum is there after the returned work, if any, has been waited for."""
         return None if self._all is None else self._all.all_reduce(tensor)
 
-    @property
-    def hung_up(self) -> bool:
-        """True if the connections to other workers were closed here: no trainer can take another step over them."""
-        return (self.links is not None and self.links.closed) or (isinstance(self._all, GroupSum) and self._all.closed)
-
-    def hang_up(self) -> None:
-        """Close the connections to other workers because this worker's step failed midway; otherwise they would wait for its messages and
-        sums. Where the device carries those, a sum is waited for until its time is over.
-        """
-        if self.links is not None:
-            self.links.close()
-        if self._closes:
-            process_groups.drop_all()
-
     @lost_contact.kept
     def _connect(self) -> None:
         plan, world = self.plan, self.world
-        process_groups.agree(lambda text: all_gather_text(world, text))
+        process_groups.check_unspoilt()
         self._neighbours = peer_access.neighbours(world)
         self._check_transport()
         if world.backend == "nccl":
@@ -193,26 +179,8 @@ class Mesh:
         if plan.stages == 1:
             return
         pipelines = [self.ranks[first : first + plan.stages] for first in range(0, world.size, plan.stages)]
-        if all(self._in_device_memory(ranks) for ranks in pipelines):
-            self.links = self._device_links()
-            return
-        if pair_links.takes_order(world.backend):
-            self.links = pair_links.connect(world, plan, self.ranks)
-            return
-        all_channels = channels_of(plan.stages, share_head=plan.shares_head)
-        channels: dict[Channel, PeerLink] = {}
-        staged = world.backend == "gloo" and self.device.type == "cuda"
-        where = torch.device("cpu") if staged else self.device
-        # Every worker creates every group, in the same order; the two ends of a channel then connect, along the chain of stages.
-        for replica in range(plan.replicas):
-            for channel in all_channels:
-                sender, receiver = (self.rank_at(replica, stage) for stage in (channel.sender, channel.receiver))
-                group = process_groups.group(sorted((sender, receiver)), f"{channel.phase} {sender}>{receiver}")
-                if world.rank in (sender, receiver):
-                    sends = world.rank == sender
-                    channels[channel] = PeerLink(group, receiver if sends else sender)
-                    channels[channel].greet(sends=sends, device=where)
-        self.links = GroupLinks(channels, self.device, staged=staged)
+        in_device_memory = all(self._in_device_memory(ranks) for ranks in pipelines)
+        self.links = self._device_links() if in_device_memory else group_links.connect(world, plan, self.ranks)
 
     def _check_transport(self) -> None:
         asked = peer_access.asked()
@@ -239,21 +207,12 @@ class Mesh:
             self.world.backend == "gloo" and self.device.type == "cpu" and all(not one.gpu and one.host == group[0].host for one in group)
         )
 
-    @property
-    def _closes(self) -> bool:
-        """True if groups close at once when a worker drops them, as gloo's do."""
-        return self.world.backend == "gloo" and not self._in_device_memory(range(self.world.size))
-
     def _summing(self, ranks: Sequence[int], use: str) -> Summing:
         """What sums over these workers. Collective: every rank must call it."""
-        # The world's own group is not created again after a failure, so it must not be closed: where groups can be, a step has another.
-        world = use == ALL and not self._closes
-        group = cast(dist.ProcessGroup, dist.group.WORLD) if world else process_groups.group(ranks, use)
+        group = cast(dist.ProcessGroup, dist.group.WORLD) if use == ALL else process_groups.group(ranks, use)
         # Everyone decides alike for all groups of a kind: a step is captured as a whole only if all of its sums can be.
         if not self._in_device_memory(range(self.world.size)):
-            summing = HostSum(group) if self._in_host_memory(ranks) else GroupSum(group, on_device=self.world.records_nccl)
-            process_groups.use(group, summing.close)
-            return summing
+            return HostSum(group) if self._in_host_memory(ranks) else GroupSum(group, on_device=self.world.records_nccl)
         lost_contact.use_device()
         return DeviceSum(len(ranks), lambda size: symmetric_memory(group, size, self.device))
 

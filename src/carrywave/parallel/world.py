@@ -28,7 +28,7 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.devices import check_gpus, made_current, pick_device, settled
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.rows import Exchange, gather_rows
-from carrywave.parallel.startup import door, environment, native_logs, nccl
+from carrywave.parallel.startup import nccl
 from carrywave.parallel.startup.addresses import choose_interface
 from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.launcher_env import WORKER, launched, parent_process, worker_file
@@ -79,17 +79,12 @@ class _Joined:
     waited = 0
     arrivals: Counter[str] = Counter()  # noqa: RUF012 (how often this worker has arrived, by meeting)
     times = 0  # each join has its own keys: addresses from an earlier one are stale
-    job: door.Job | None = None  # what is known of this worker's job
     made_group = False
     watches_parent = False
 
 
-def join(device: str = "auto", job: door.Job | None = None) -> World:
-    """Join the world that the launcher's variables describe, with every worker in it; a world of one if there are none.
-
-    `job` is what this worker was asked to do (`door.job_of`): where no launcher vouches for them, workers of another job are refused by it.
-    """
-    environment.check()
+def join(device: str = "auto") -> World:
+    """Join the world that the launcher's variables describe, with every worker in it; a world of one if there are none."""
     if not launched():
         if dist.is_initialized():  # by the user, without a launcher
             return _of_group(device, dist.get_rank(), dist.get_world_size())
@@ -112,17 +107,11 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
-    native_logs.hush()
     interface = "" if worker_file().one_host else choose_interface(os.environ.get("MASTER_ADDR", ""))
-    opened = launch_store(rank, size, start)
+    _Joined.store = _Joined.store or find_store(rank, start)
     _Joined.times += 1
-    _Joined.job = our_job = door.job_of_worker(size, job)
-    store = PrefixStore(f"{_room()}/{_Joined.times}", opened)
-    if rank == 0:
-        door.put_up(opened, _door(), our_job)
-    about = {**_self(where, local_rank), "interface": interface}
-    address = f"port {os.environ.get('MASTER_PORT')} on {os.environ.get('MASTER_ADDR')}"
-    workers_seen = everyone(store, rank, size, about, start, lambda: door.compare(opened, _door(), our_job, address))
+    store = PrefixStore(f"{_room()}/{_Joined.times}", _Joined.store)
+    workers_seen = everyone(store, rank, size, {**_self(where, local_rank), "interface": interface}, start)
     check_hosts(workers_seen)
     gpus = [one["gpu"] for one in workers_seen]
     check_gpus(workers_seen)
@@ -131,17 +120,10 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
     if backend == "nccl":
         nccl.prepare(rank, gpus, one_host=len(set(hosts)) == 1)
     lost_contact.remember(workers_seen)
-    environment.check_descriptors(size)
     process_groups.limit(timeout)
+    backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     try:
-        with native_logs.silent():
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-                store=PrefixStore("group", store),
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=timeout),
-            )
+        dist.init_process_group(backends, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError, OSError) as error:
         if lost_contact.lost(error):
             raise lost_contact.of(error) from None
@@ -153,12 +135,6 @@ def join(device: str = "auto", job: door.Job | None = None) -> World:
     _Joined.waits = PrefixStore("waits", store)
     local_ranks = tuple(int(one["local"]) for one in workers_seen)
     return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend, hosts, local_ranks)
-
-
-def launch_store(rank: int, size: int, seconds: float) -> Store:
-    """The rendezvous store of this launch, opened once in a process."""
-    _Joined.store = _Joined.store or find_store(rank, size, seconds)
-    return _Joined.store
 
 
 def _self(device: torch.device, local_rank: int) -> dict[str, Any]:
@@ -279,17 +255,9 @@ def _arrive(store: Store, key: str, size: int, seconds: float) -> bool:
     return bool(came)
 
 
-def _door() -> str:
-    """Where the card for this join is. Whoever comes for the first time sees the card of the first run. What the same workers do next is no
-    other job, be it the next run of a script or one after a restart, even if some are there while an older card is still up.
-    """
-    turn = f"{_attempt()}/{_Joined.times}"
-    return door.WORKERS if turn == "0/1" else f"{door.WORKERS}/{turn}"
-
-
 def _room() -> str:
-    """Where the workers of this job keep what they tell each other in this attempt."""
-    return f"carrywave/{door.room(_Joined.job or {})}/{_attempt()}"
+    """Where the workers keep what they tell each other in this attempt."""
+    return f"carrywave/{_attempt()}"
 
 
 def _attempt() -> str:

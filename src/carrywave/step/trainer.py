@@ -22,6 +22,7 @@ from carrywave.model.modes import TrainingModes
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.global_norm import summed_by
 from carrywave.model.state import State
+from carrywave.parallel import process_groups
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
@@ -221,8 +222,7 @@ class Trainer:
         """What a step is given, and the model that takes it; returns the lanes whose carry will be kept."""
         self.modes.resume()
         several = self.mesh.world.size > 1
-        if several and self.mesh.hung_up:
-            self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
+        process_groups.check_unspoilt()
         arguments.check_batches(batches, self.model, keep_state=self.keep_state)
         arguments.check_surroundings(self.spec, self.device)
         if self._followed.changed():
@@ -267,7 +267,6 @@ class Trainer:
         if self.mesh.world.size > 1 and getattr(error, "reported_by", None) is None:
             lost_contact.announce_failure(error)
             self.engine.gradients.abandon()
-            self.mesh.hang_up()
 
     @property
     def state(self) -> State | None:
@@ -339,7 +338,8 @@ class Trainer:
 
     def check_unbroken(self) -> None:
         """Reject what would put parts of different steps together. Collective: every rank must call it."""
-        self.agreement.unbroken(broken=self.mesh.hung_up)
+        process_groups.check_unspoilt()
+        self.agreement.no_batch()
         if self.exchanges is not None:
             self.exchanges.check_met()
 

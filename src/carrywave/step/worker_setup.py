@@ -205,9 +205,9 @@ def _sums(mesh: Mesh, named: Named, tied: Sequence[Shared], *, alone: bool) -> l
     wanted: list[Summed] = []
     group = mesh.replicas_of([mesh.stage])
     if group is not None:
-        # Over ordered links nothing else may run while messages are in flight, so all-reduces wait for the last message. A sum on the
+        # Over some links nothing else may run while messages are in flight, so all-reduces wait for the last message. A sum on the
         # stream itself would hold up the rest of backward.
-        during_backward = group.overlaps and (mesh.links is None or not mesh.links.in_order)
+        during_backward = group.overlaps and (mesh.links is None or not mesh.links.exclusive)
         wanted.append(Summed(group, [p for name, p in named if name not in names], during_backward=during_backward))
     by_name = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):

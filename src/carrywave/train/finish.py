@@ -38,14 +38,14 @@ def shown(model: Model | OpaqueModel) -> nn.Module:
 def finish(start: Start, loop: Loop) -> Result:
     """Train what is left to train, or until a stop is asked for, and evaluate the best weights."""
     request, reached = start.asked, dict[str, dict[str, float]]()
-    with loop.checkpointer.watched(), start.folder.tracking or Tracking({}, loop.watch.say) as tracking:
-        with Stop() as stop:
-            loop.stop = stop
-            try:
-                ending = loop.state.ending or loop.run(stop)
-                reached = {} if ending in ASKED else _evaluate_best(loop, restore=request.restore)
-            except Stopped as interruption:
-                ending = interruption.reason
+    # A stop may be heard of again after it was agreed on: each worker whose launcher is gone learns of that by itself.
+    with Stop() as stop, loop.checkpointer.watched(), start.folder.tracking or Tracking({}, loop.watch.say) as tracking:
+        loop.stop = stop
+        try:
+            ending = loop.state.ending or loop.run(stop)
+            reached = {} if ending in ASKED else _evaluate_best(loop, restore=request.restore)
+        except Stopped as interruption:
+            ending = interruption.reason
         tracking.how = "stopped" if ending in ASKED else "finished"
         if history.unended(loop.folder.path):  # the files of a finished run stay as they are
             with suppress(RunError):  # a run that is complete does not fail over a line of its history

@@ -24,7 +24,6 @@ from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.world import World, check_agreement, join, leave, raise_on_all
 from carrywave.runs import history
 from carrywave.runs.run_place import TIMING
@@ -60,7 +59,7 @@ def train(
     `devices` is the number of workers that a dry run plans for.
     """
     asked = RunRequest(spec, run, resume, init, watch or Silent(), from_files=True, dry_run=dry_run, planned=devices)
-    return carry_out(asked, World.alone(pick_device(device)) if dry_run else join(device, job_of(spec, run)))
+    return carry_out(asked, World.alone(pick_device(device)) if dry_run else join(device))
 
 
 def carry_out(asked: RunRequest, world: World) -> Result:

@@ -21,7 +21,6 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.parallel.devices import pick_device
 from carrywave.parallel.process_state import leaving_no_trace
-from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import join
 from carrywave.plan.plan import Plan
@@ -110,7 +109,7 @@ def fit(
             record = script_workers.relaunch(devices, Patience(restarts, min_devices))
         if record is not None:
             return _result_of(record, user_model, device, loss)
-        world = join(device, job_of(full_spec, run))
+        world = join(device)
         if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
         seen = nullcontext(Silent()) if world.rank else watcher_of_call(progress) if watch is None else nullcontext(watch)

@@ -1,1 +1,1 @@
-"""Messages between neighbouring stages, by three kinds of links."""
+"""Messages between neighbouring stages: through process groups (gloo, NCCL), or straight into the neighbour's device memory."""

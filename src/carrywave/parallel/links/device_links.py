@@ -16,8 +16,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from carrywave.errors import PlanError, WorkerError
-from carrywave.parallel.links.transport import Pending
+from carrywave.errors import PlanError
+from carrywave.parallel.links.links import Message, Messages, Pending
 from carrywave.parallel.memory.symmetric import GrowingMemory, SharedMemory, padded, signals_of, write
 from carrywave.plan.schedule.buffers import LEAST_BYTES, Places, places
 from carrywave.plan.schedule.messages import Channel, Pair, Program
@@ -28,17 +28,7 @@ SIGNALS = signals_of(2) // CHANNELS - SLOTS - 1  # of a channel that tell of arr
 _SIGNALS_OF_CHANNEL = signals_of(2) // CHANNELS  # signals of a channel: for arrivals, one for "all free", one for each slot
 _ALL_FREE = SIGNALS
 
-_abandoned: list[GrowingMemory] = []  # of links that were closed
-
 Make = Callable[[Pair, int], SharedMemory]  # shared memory of two stages, of a given size
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message as both of its ends know it."""
-
-    micro_batch: int
-    size: int  # in bytes
 
 
 @dataclass(frozen=True)
@@ -109,27 +99,29 @@ class _ChannelMemory:
 class DeviceLinks:
     """One stage's channels. `make` creates shared memory with another stage; both must call it in the same order."""
 
-    in_order = False
     on_device = True
+    in_place = True
+    exclusive = False
 
     def __init__(self, stage: int, make: Make) -> None:
         self.stage, self.make = stage, make
-        self.closed = False
         self.memories: dict[Pair, GrowingMemory] = {}
         self._incoming: dict[Channel, _ChannelMemory] = {}
         self._outgoing: dict[Channel, _ChannelMemory] = {}
 
-    def begin(self, program: Program, messages: Mapping[Channel, Sequence[Message]]) -> None:
-        """Start a pass in which these messages are sent and received on this stage's channels, in this order on each."""
-        if self.closed:  # the neighbours would not come to make new memory
-            raise WorkerError("the messages between stages were broken off by a step that failed; create a new Trainer on all workers")
+    def arranged(self, program: Program) -> Program:
+        return program
+
+    def begin(self, program: Program, messages: Callable[[], Messages]) -> None:
+        """Lay out a pass in which these messages are sent and received on this stage's channels, in this order on each."""
+        by_channel = messages()
         self._incoming, self._outgoing = {}, {}
         pairs: dict[Pair, list[Channel]] = {}
-        for channel in sorted(messages, key=_number):
+        for channel in sorted(by_channel, key=_number):
             pairs.setdefault(channel.pair, []).append(channel)
         rooms = _rooms(program)
         for pair in sorted(pairs):
-            laid = [(channel, _laid(messages[channel], rooms[channel])) for channel in pairs[pair]]
+            laid = [(channel, _laid(by_channel[channel], rooms[channel])) for channel in pairs[pair]]
             begins = {
                 channel: sum(each.size for other, each in laid[:n] if other.receiver == channel.receiver)
                 for n, (channel, _) in enumerate(laid)
@@ -173,19 +165,6 @@ class DeviceLinks:
 
     def flush(self) -> None:
         """Do nothing: each message is issued on its own."""
-
-    def drain(self) -> None:
-        """Do nothing: what follows on the stream comes after the messages."""
-
-    def close(self) -> None:
-        """Use the buffers no more; later calls do nothing. A neighbour that waits for a message gives up when its time is over, or when
-        this process ends.
-
-        They are not freed: that would wait for all work of the device, and some of it may be waiting for that neighbour.
-        """
-        self.closed = True
-        _abandoned.extend(self.memories.values())
-        self.memories, self._incoming, self._outgoing = {}, {}, {}
 
     def _memory(self, pair: Pair, size: int) -> SharedMemory:
         """Shared memory of a pair, the same one at both ends."""

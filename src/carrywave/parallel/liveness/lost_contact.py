@@ -1,7 +1,8 @@
 """Turns a lost connection into one sentence that names the worker, instead of a library's own error text.
 
-torch reports a failed connection as an address and port. Whose it was is found from the workers: a process on this host that is gone can be
-detected, and a worker that lost contact itself says so in the rendezvous store, so that it is not mistaken for the cause.
+torch reports a failed connection as an address and port. Whose it was is found from the workers: whoever ends a step halfway says why in
+the rendezvous store, and whoever only lost contact says so too, so that it is not mistaken for the cause; a process on this host that is
+gone can be seen.
 
 Where the device carries messages and sums, a neighbour's end shows as a CUDA error, if at all. It is one of lost contact if another worker
 of this host is gone, or if a signal was awaited for as long as a message may take; any other CUDA error is this worker's own.
@@ -10,7 +11,6 @@ of this host is gone, or if a signal was awaited for as long as a message may ta
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import sys
@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from carrywave.errors import ContactLost
 from carrywave.parallel import process_groups
@@ -54,6 +53,7 @@ LOSSES = (
 )
 # How to tell their errors from those of a user's own connections: the source location, and the one message that has none.
 THEIRS = re.compile(r"gloo/|\bNCCL\b|ProcessGroup|c10d|^Timeout waiting for key: ")
+_JUDGED = "_carrywave_lost"  # attribute of a CUDA error: the `ContactLost` that it stands for, or None; looking again would take as long
 
 
 class _Reported:
@@ -62,8 +62,11 @@ class _Reported:
     workers: Sequence[Mapping[str, Any]] = ()
 
 
-_BROKEN = "carrywave/broken"  # in the rendezvous store: why workers ended a step halfway, in order
-_JUDGED = "_carrywave_lost"  # attribute of a CUDA error: the `ContactLost` that it stands for, or None; looking again would take as long
+class _Culprit(NamedTuple):
+    """Who ended first, as far as can be seen, and with what error if it told."""
+
+    rank: int | None = None
+    why: str = ""
 
 
 def remember(workers: Sequence[Mapping[str, Any]]) -> None:
@@ -92,19 +95,16 @@ def lost(error: BaseException) -> bool:
 
 
 def kept(work: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that a failure from lost contact raises `ContactLost`.
-
-    After any failure, messages that nobody receives may be in flight, so process groups are then recreated.
-    """
+    """Decorate a function so that a failure from lost contact raises `ContactLost`, after which nothing more is sent."""
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         device_faults.begin()
         try:
             return work(*args, **kwargs)
-        except BaseException as error:
-            process_groups.spoil()
-            if isinstance(error, Exception) and lost(error):
+        except Exception as error:
+            if lost(error):
+                process_groups.spoil()
                 raise of(error) from None
             raise
 
@@ -118,46 +118,21 @@ def of(error: BaseException) -> ContactLost:
     if (behind := getattr(error, _JUDGED, None)) is not None:
         assert isinstance(behind, ContactLost)
         return behind
-    if (broken := _first_broken()) is not None and broken[0] != dist.get_rank():
-        return _contact_lost(broken[0], "", f"its step failed with {broken[1]}")
-    rank = _who()
+    found = _look(certain=False)
+    if found.why:
+        return _contact_lost(found.rank, "", f"its step failed with {found.why}")
     address = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", str(error))
-    at = f" at {address[1]}" if rank is None and address is not None else ""
+    at = f" at {address[1]}" if found.rank is None and address is not None else ""
     waited = re.search(r"(\d+) ?ms", str(error))
-    return _contact_lost(rank, at, f"it did not answer for {int(waited[1]) / 1000:g} s" if waited is not None else "the connection closed")
+    how = "the connection closed" if waited is None else f"it did not answer for {int(waited[1]) / 1000:g} s"
+    return _contact_lost(found.rank, at, how)
 
 
 def announce_failure(error: BaseException) -> None:
-    """Record in the rendezvous store why this worker ends a step halfway, for the workers that will lose contact with it."""
-    if not dist.is_initialized() or (isinstance(error, Exception) and lost(error)):
-        return
-    with suppress(RuntimeError, ValueError):
-        store = dist.distributed_c10d._get_default_store()
-        number = store.add(f"{_BROKEN}/{process_groups.agreed()}", 1)
-        store.set(_key(number), json.dumps([dist.get_rank(), f"{type(error).__name__}: {reason(error)}"]))
-
-
-def _key(number: int) -> str:
-    return f"{_BROKEN}/{process_groups.agreed()}/{number}"
-
-
-def _first_broken() -> tuple[int, str] | None:
-    """The first worker that has ended a step halfway since all set up the connections that were lost, and why."""
-    broken: list[tuple[int, str]] = []
-
-    def look() -> None:
-        with suppress(RuntimeError, ValueError):
-            store = dist.distributed_c10d._get_default_store()
-            if store.check([_key(1)]):
-                rank, why = json.loads(store.get(_key(1)))
-                broken.append((rank, why))
-
-    if dist.is_initialized():
-        # In a thread, because the store blocks too if the link is down.
-        thread = threading.Thread(target=look, name="carrywave-broken", daemon=True)
-        thread.start()
-        thread.join(LOOK_SECONDS)
-    return broken[0] if broken else None
+    """Record why this worker ends a step halfway, for the workers that will lose contact with it, and send nothing more."""
+    if dist.is_initialized() and not (isinstance(error, Exception) and lost(error)):
+        process_groups.spoil()
+        _tell(f"{type(error).__name__}: {reason(error)}")
 
 
 def use_device() -> None:
@@ -186,9 +161,9 @@ def _behind(error: BaseException) -> ContactLost | None:
 
 
 def _judged(error: BaseException) -> ContactLost | None:
-    gone = _gone_ranks(certain=True)
-    if gone:
-        return _contact_lost(gone[0] if len(gone) == 1 else None, "", reason(error))
+    found = _look(certain=True)
+    if found.rank is not None:
+        return _contact_lost(found.rank, "", reason(error))
     limit_seconds = process_groups.seconds()
     if device_faults.is_timeout(error, limit_seconds):
         return ContactLost(
@@ -199,61 +174,54 @@ def _judged(error: BaseException) -> ContactLost | None:
 
 
 def _contact_lost(rank: int | None, at: str, how: str) -> ContactLost:
-    where = "another worker" if rank is None else f"rank {rank}{_on(rank)}"
+    workers = _Reported.workers
+    on = f" on {workers[rank]['host']}" if rank is not None and rank < len(workers) else ""
+    where = "another worker" if rank is None else f"rank {rank}{on}"
     now = time.strftime("%H:%M:%S")
     return ContactLost(f"contact with {where}{at} was lost at {now} ({how}); see that worker's output, then restart all workers", rank)
 
 
-def _on(rank: int) -> str:
-    return f" on {_Reported.workers[rank]['host']}" if rank < len(_Reported.workers) else ""
+def _tell(why: str) -> None:
+    """Say in the rendezvous store that this worker has ended a step halfway, and why; nothing if it only lost contact."""
+    with suppress(RuntimeError, ValueError):
+        dist.distributed_c10d._get_default_store().set(_key(dist.get_rank()), why)
 
 
-def _who() -> int | None:
-    """The rank that is gone; None if it cannot be determined."""
-    if not dist.is_initialized():
-        return None
-    if dist.get_world_size() == 2:
-        return 1 - dist.get_rank()
-    gone = _gone_ranks(certain=False)
-    return gone[0] if len(gone) == 1 else None
+def _key(rank: int) -> str:
+    return f"carrywave/ended/{rank}"
 
 
-def _gone_ranks(*, certain: bool) -> list[int]:
-    """The ranks that are gone. `certain`: only those whose process is known to have ended; otherwise also one that is left over."""
-    gone: list[int] = []
+def _look(*, certain: bool) -> _Culprit:
+    """Who ended first. `certain`: only one whose process is known to have ended, as a worker whose own device failed is a cause, and has
+    not lost contact.
+    """
+    found = [_Culprit()]
     if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        # In a thread, because the store blocks too if the link is down.
-        thread = threading.Thread(target=_look, args=(rank, size, gone, certain), name="carrywave-contact", daemon=True)
+        # In a thread, because the store blocks if the link is down.
+        thread = threading.Thread(target=_look_around, args=(found, certain), name="carrywave-contact", daemon=True)
         thread.start()
         thread.join(LOOK_SECONDS + 1)
-    return gone
+    return found[-1]
 
 
-def _look(rank: int, size: int, gone_ranks: list[int], certain: bool) -> None:
-    store: Store | None = None
-    mark = f"carrywave/lost/{rank}"
-    with suppress(RuntimeError, ValueError):
-        store = dist.distributed_c10d._get_default_store()
-        if not certain:
-            store.set(mark, "")
-    others = [other for other in range(size) if other != rank]
+def _look_around(found: list[_Culprit], certain: bool) -> None:
+    own = dist.get_rank()
+    others = [rank for rank in range(dist.get_world_size()) if rank != own]
+    if not certain:
+        _tell("")
     deadline = time.monotonic() + LOOK_SECONDS
     while time.monotonic() < deadline:
-        if store is not None:
-            try:
-                others = [other for other in others if not store.check([f"carrywave/lost/{other}"])]
-            except RuntimeError:
-                store = None
-        gone = [other for other in others if other < len(_Reported.workers) and is_gone(_Reported.workers[other])]
-        if gone and certain:
-            gone_ranks[:] = gone
-            # Only now: a worker whose own device failed is a cause, not one that lost contact.
-            with suppress(RuntimeError):
-                if store is not None:
-                    store.set(mark, "")
-            return
-        if len(gone or others) == 1 and not certain:
-            gone_ranks[:] = gone or others
+        told: dict[int, str] = {}
+        with suppress(RuntimeError, ValueError):  # the store is gone
+            store = dist.distributed_c10d._get_default_store()
+            told = {rank: store.get(_key(rank)).decode() for rank in others if store.check([_key(rank)])}
+        failed = [_Culprit(rank, why) for rank, why in told.items() if why]
+        gone = [_Culprit(rank) for rank in others if rank < len(_Reported.workers) and is_gone(_Reported.workers[rank])]
+        left = [_Culprit(rank) for rank in others if rank not in told]
+        suspects = gone if certain else failed or (gone if len(gone) == 1 else left)
+        if suspects and (failed or certain or len(suspects) == 1):
+            found.append(suspects[0])
+            if certain:
+                _tell("")
             return
         time.sleep(0.05)

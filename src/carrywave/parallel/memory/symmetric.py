@@ -125,22 +125,19 @@ class _Exchange(Store):
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COUNT = re.compile(r"/(\d+)(?=/|$)")
-_made: Counter[tuple[int, GroupName, int]] = Counter()  # buffers of each group, by store, name and failures
+_made: Counter[tuple[int, GroupName]] = Counter()  # buffers of each group, by store and name
 _kept: list[tuple[_Exchange, ProcessGroup]] = []  # kept, because torch keeps only its side of a store
 
 
 def _meeting(group: ProcessGroup) -> GroupName:
     """The name of a group of the same workers for one rendezvous: with such a store, and with a name that is used once. Groups of a later
     world have the names of earlier ones, and torch remembers by name.
-
-    After a failure, buffers are counted anew: some workers may have tried to make one that others have not.
     """
     ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
     world = dist.distributed_c10d._get_default_store()
-    failures = process_groups.agreed()
-    key = id(world), group.group_name, failures  # `_kept` holds the store alive, so that its id stays its own
+    key = id(world), group.group_name  # `_kept` holds the store alive, so that its id stays its own
     _made[key] += 1
-    store = _Exchange(world, f"carrywave/memory/{group.group_name}/{ranks}/{failures}/{_made[key]}")
+    store = _Exchange(world, f"carrywave/memory/{group.group_name}/{ranks}/{_made[key]}")
     name = GroupName(f"carrywave-memory-{len(_kept)}")
     meeting = ProcessGroup(store, group.rank(), group.size())
     _register_process_group(name, meeting)

@@ -1,14 +1,14 @@
-"""The addresses of this host's network interfaces, and by which of them other hosts reach it. Torch-free."""
+"""By which network interface other hosts reach this one. Torch-free."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
 import struct
 import sys
-from pathlib import Path
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # which interface gloo and NCCL use; the user's own choice counts
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -22,32 +22,15 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def addresses() -> dict[str, tuple[str, ...]]:
-    """The addresses of each interface, as far as the system reports them without further libraries."""
-    by_interface: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            for name in by_interface:
-                with contextlib.suppress(OSError):
-                    answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                    by_interface[name].append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/net/if_inet6").read_text("ascii").splitlines():
-            digits, *_, scope, _, name = line.split()
-            if name in by_interface and scope in ("00", "10"):  # global and loopback; link-local addresses need an interface to be of use
-                by_interface[name].append(str(ipaddress.IPv6Address(int(digits, 16))))
-    return {name: tuple(each) for name, each in by_interface.items()}
-
-
-def interface_of(host: str) -> str | None:
-    """The network interface with this address, or that of this name; None if there is none, or it is loopback."""
-    try:
-        address = socket.gethostbyname(host)
-        return None if is_loopback(address) else next((name for name, assigned in addresses().items() if address in assigned), None)
-    except (OSError, UnicodeError):
-        return None
+def interface_of(address: str) -> str | None:
+    """The network interface with this IPv4 address; None if it cannot be found, which leaves the choice to gloo."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 def address_towards(host: str) -> str:

@@ -17,9 +17,7 @@ from carrywave.errors import WorkerError
 
 WORKER = "CARRYWAVE_WORKER"  # the path of the file, in workers that carrywave itself started
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # how many processes mpirun started
-JOB = "CARRYWAVE_JOB"  # the id of an engine's job, set in processes that the engine started as workers
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set in workers that torchrun started
-FIRST_PROCESS = "/proc/1/cmdline"
 _AT_START = os.getpid(), os.getppid()  # a process whose parent is gone gets another
 
 
@@ -88,17 +86,7 @@ def parent_process() -> int | None:
     if (ours := worker_file().parent) is not None or TORCHRUN not in os.environ:
         return ours
     process, agent = _AT_START
-    if process != os.getpid():
-        return os.getppid()  # forked since
-    return 0 if agent == 1 and not _first_is_python() else agent  # 0: the agent was gone before this process could see it
-
-
-def _first_is_python() -> bool:
-    """True if the first process is a Python, as torchrun is where a container starts with it; also if that cannot be told."""
-    try:
-        return "python" in Path(FIRST_PROCESS).read_text(errors="replace").partition("\0")[0]
-    except OSError:
-        return True
+    return agent if process == os.getpid() else os.getppid()  # forked since
 
 
 def deal_threads() -> None:

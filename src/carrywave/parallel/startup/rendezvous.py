@@ -13,22 +13,19 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import islice
 from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from carrywave.errors import ContactLost, PortError, UserError, WorkerError, short
-from carrywave.parallel.startup import door, native_logs
 from carrywave.parallel.startup.addresses import GLOO, LOOPBACK
 from carrywave.parallel.startup.environment import seconds_of
 from carrywave.parallel.startup.launcher_env import worker_file
 
 START_SECONDS = 60.0
 NAMED = 8  # most ranks named in a message
-ASK_SECONDS = 3.0  # for the store of another job to say whose it is
 
 
 def number(name: str) -> int:
@@ -48,14 +45,13 @@ def start_seconds() -> float:
     return seconds_of("CARRYWAVE_START_SECONDS", START_SECONDS)
 
 
-def find_store(rank: int, size: int, seconds: float) -> Store:
+def find_store(rank: int, seconds: float) -> Store:
     """The rendezvous store: the file of a local launch, the store of torchrun's agent, or one that rank 0 opens."""
-    timeout = timedelta(seconds=seconds)
     path = worker_file().store
     if path is not None:
         # Without a worker count: given one, torch deletes the file as soon as that many of its store objects are gone.
         store: Store = FileStore(str(path))
-        store.set_timeout(timeout)
+        store.set_timeout(timedelta(seconds=seconds))
         return store
     address = os.environ.get("MASTER_ADDR")
     if not address:
@@ -81,30 +77,16 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "not a host name"
         raise WorkerError(f"host {short(address)} not found ({why}); correct the address of rank 0") from error
-    handle: int | None = None
-    named = address
-    if first:
-        handle = _listen(address, port)
-        address = "127.0.0.1" if handle is None else address
-    else:
+    handle = _listen(address, port) if first else None
+    at = "127.0.0.1" if first and handle is None else address
+    if not first:
         _await_listener(address, port, seconds, nobody)
     made: list[TCPStore | RuntimeError] = []
 
     def make() -> None:
+        timeout = timedelta(seconds=seconds)
         try:
-            with native_logs.silent():
-                made.append(
-                    TCPStore(
-                        address,
-                        port,
-                        None,
-                        first,
-                        timedelta(seconds=seconds),
-                        wait_for_workers=False,
-                        multi_tenant=True,
-                        master_listen_fd=handle,
-                    )
-                )
+            made.append(TCPStore(at, port, None, first, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=handle))
         except RuntimeError as error:
             made.append(error)
 
@@ -116,9 +98,8 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
         raise nobody if first else WorkerError(f"a program other than rank 0 answered at {address}:{port}; use a free port")
     if isinstance(made[0], RuntimeError):
         message = str(made[0]).lower()
-        if "eaddrinuse" in message or "address already in use" in message:
-            raise _taken(named, port) from made[0]
-        raise nobody from made[0]
+        taken = "eaddrinuse" in message or "address already in use" in message
+        raise (_taken(address, port) if taken else nobody) from made[0]
     return made[0]
 
 
@@ -145,13 +126,7 @@ def _listen(address: str, port: int) -> int | None:
 
 def _taken(address: str, port: int) -> PortError:
     remedy = "use a free one (MASTER_PORT, CARRYWAVE_PORT, --master-port)"
-    try:
-        job = door.holder(open_store(address, port, False, ASK_SECONDS))
-    except (WorkerError, RuntimeError):
-        job = None
-    if job is not None:
-        return PortError(f"{job} uses port {port} on {address}; {remedy}, or start this one again when that one has ended")
-    return PortError(f"port {port} on {address} is in use by another program; {remedy}")
+    return PortError(f"port {port} on {address} is in use by another program, or another training; {remedy}")
 
 
 def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError) -> None:
@@ -167,33 +142,29 @@ def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError
         time.sleep(0.1)
 
 
-def everyone(
-    store: Store, rank: int, size: int, about: Mapping[str, Any], seconds: float, look: Callable[[], object] = lambda: None
-) -> list[dict[str, Any]]:
-    """Register this worker, wait for the others, and return what each reported about itself. `look` is called while rank 0 is not there,
-    to see whether another job is.
-    """
+def everyone(store: Store, rank: int, size: int, about: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
+    """Register this worker, wait for the others, and return what each reported about itself."""
     if store.add(f"seats/{rank}", 1) > 1:
-        raise ContactLost(f"rank {rank} of {size} is already there, or was: another process of this job; restart all workers")
-    store.set(_here(rank), json.dumps(dict(about)))
+        fact = f"rank {rank} of {size} is already there, or was: another process of this job, or another job at the same address"
+        raise ContactLost(f"{fact}; restart all workers, or use another port")
+    store.set(_here(rank), json.dumps({**about, "size": size}))
     deadline = time.monotonic() + seconds
-    awaited = 0
+    found: list[dict[str, Any]] = []
     try:
-        while awaited < size:
-            if store.check([_here(awaited)]):
-                awaited += 1
+        while len(found) < size:
+            if store.check([_here(len(found))]):
+                found.append(json.loads(store.get(_here(len(found)))))
+                _check_size(len(found) - 1, found[-1]["size"], size)
                 continue
-            if awaited == 0:
-                look()
             if store.check(["absent"]):
                 raise _absent(json.loads(store.get("absent")), size, seconds)
             if time.monotonic() > deadline:
-                missing = list(islice((other for other in range(awaited, size) if not store.check([_here(other)])), NAMED + 1))
+                missing = [other for other in range(len(found), min(size, 1000)) if not store.check([_here(other)])]
                 store.set("absent", json.dumps(missing))
                 time.sleep(1.0)  # gives the others time to read it, before the store goes away with this process
                 raise _absent(missing, size, seconds)
             time.sleep(0.05)
-        return [json.loads(store.get(_here(other))) for other in range(size)]
+        return found
     except RuntimeError as error:
         raise WorkerError(f"rank {rank} of {size} lost the rendezvous store ({short(str(error))}); restart all workers") from error
 
@@ -202,10 +173,15 @@ def _here(rank: int) -> str:
     return f"here/{rank}"
 
 
+def _check_size(rank: int, theirs: int, size: int) -> None:
+    """Refuse a worker of another job at the same address. Whoever is of the same size is compared in more detail once all are there."""
+    if theirs != size:
+        remedy = "start every worker with the same command, and another job at another port"
+        raise WorkerError(f"rank {rank} is one of {theirs} workers, and this one of {size}; {remedy}")
+
+
 def _absent(missing: Sequence[int], size: int, seconds: float) -> UserError:
-    named = [str(rank) for rank in missing[:NAMED]]
-    if len(missing) > NAMED:
-        named.append("others")
+    named = [str(rank) for rank in missing[:NAMED]] + ["others"] * (len(missing) > NAMED)
     who = f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"
     error = WorkerError(
         f"{who} of {size} did not show up within {seconds:g} s; start every worker, and check that each can reach rank 0 "

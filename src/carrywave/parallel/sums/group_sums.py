@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from carrywave.errors import WorkerError
 
 
 class Working(Protocol):
@@ -49,19 +47,7 @@ class GroupSum:
     overlaps = True
 
     def __init__(self, group: dist.ProcessGroup, *, on_device: bool = False) -> None:
-        self._group: dist.ProcessGroup | None = group
-        self.on_device, self.closed = on_device, False
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group."""
-        if self.closed:
-            raise WorkerError("the sums over workers were broken off by a step that failed; create a new Trainer on all workers")
-        return cast(dist.ProcessGroup, self._group)
-
-    def close(self) -> None:
-        """Let go of the group, so that its connections close and nobody waits for sums that will never come. Later calls do nothing."""
-        self._group, self.closed = None, True
+        self.group, self.on_device = group, on_device
 
     def zeros(self, count: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor where it is summed fastest. Collective: every rank of the group must call it, with the same count."""

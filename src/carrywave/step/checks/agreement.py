@@ -92,14 +92,10 @@ class Agreement:
         if own and (not self._steps or self.mesh.plan.stages > 1):
             self._gather(self._given)
 
-    def unbroken(self, *, broken: bool) -> None:
-        """Raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
+    def no_batch(self) -> None:
+        """Raise on all ranks if some take a step while others do anything else."""
         if self.mesh.world.size > 1:
-            self._gather(WorkerInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
-        if broken:  # on every rank
-            raise WorkerError(
-                "an earlier step of these workers ended halfway, so they no longer agree; create a new Trainer on all, and load a state"
-            )
+            self._gather(WorkerInputs("no batch", "", 0))
 
     def _gather(self, given: WorkerInputs) -> None:
         """Compare a row of every rank. Collective."""

@@ -48,8 +48,7 @@ from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.over_time.front import shorter
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
-from carrywave.parallel.links.device_links import DeviceLinks, Message
-from carrywave.parallel.links.transport import Links, Pending
+from carrywave.parallel.links.links import Links, Message, Pending
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing
@@ -125,8 +124,8 @@ class _Run:
         gradients: Gradients | None,
         clock: TaskClock | None,
     ) -> None:
-        if links is not None and links.in_order:
-            program = program.in_order
+        if links is not None:
+            program = links.arranged(program)
         self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
         self.stage_number, self.gradients, self.clock = stage_number, gradients, clock
         self.batches: list[Batch] = []  # by micro-batch
@@ -175,16 +174,16 @@ class _Run:
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
         self.casts = any(job.precision in HALVES for job in jobs)
         self.chunk_forward = ChunkForward(stage, self.dtype, share_head=self.share_head)
-        # Where messages are read in place, the sender must learn when their buffers are free.
-        self.in_place = links if isinstance(links, DeviceLinks) else None
+        # Where messages are read in place, the sender must learn when their buffers are free: after the last step of a micro-batch.
+        self.in_place = links is not None and links.in_place
         self.lasts = {step.task.micro_batch: number for number, step in enumerate(self.steps)} if self.in_place else {}
 
     def execute(self) -> list[BatchOutcome]:
         """Carry out the steps of this stage in order."""
         run = {"F": self._forward, "B": self._backward, "H": self._score, "W": self._weights}
         done: StageTask | None = None  # the last task that ran
-        if self.in_place is not None:
-            self.in_place.begin(self.program, self._messages())
+        if self.links is not None:
+            self.links.begin(self.program, self._messages)
         watched = self.clock is not None or profiled()
         with pass_cache() if len(self.steps) > 2 else nullcontext():
             for number, step in enumerate(self.steps):
@@ -209,16 +208,14 @@ class _Run:
                     with timed, nullcontext() if deferred is None else deferring(deferred):
                         run[step.task.phase](step.task)
                     done = step.task
-                if self.in_place is not None and self.lasts[step.task.micro_batch] == number < len(self.steps) - 1:
-                    self.in_place.finished(step.task.micro_batch)
+                if self.in_place and self.lasts[step.task.micro_batch] == number < len(self.steps) - 1:
+                    cast(Links, self.links).finished(step.task.micro_batch)
             if self.links is not None:
                 self.links.flush()
             if done is not None and done.phase == "H":
                 self._flush_head(done)
-        if self.in_place is not None:
-            self.in_place.end()
-        if self.links is not None and self.links.in_order:
-            self.links.drain()  # all-reduces follow
+        if self.links is not None:
+            self.links.end()
         outcomes = []
         bounds = [*self.first, len(self.batches)]
         for number in range(len(self.jobs)):

@@ -6,6 +6,7 @@ Rank 0 inspects the disk and tells the others.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 from carrywave.data.codec import Codec
 from carrywave.launch import exit_reports, launch_record
 from carrywave.model.opaque_model import Loss
-from carrywave.parallel.startup.door import job_of
 from carrywave.parallel.world import World, all_gather_text, check_agreement, raise_on_all
 from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_choices_of
@@ -73,7 +73,7 @@ def begin(asked: RunRequest, world: World) -> Start:
     before: Plan | None = None
     launch_record.next_call()
     # With several hosts, only some may have been told that this is a restart.
-    check_agreement(world, {} if asked.run is None else {"run": job_of(None, asked.run)["run"]})
+    check_agreement(world, {} if asked.run is None else {"run": os.path.normpath(asked.run)})
     restarted = any(int(times) for times in all_gather_text(world, str(launch_record.attempt())))
     try:
         with raise_on_all(world, same_message=True, no_timeout=True):
