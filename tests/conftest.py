@@ -8,12 +8,16 @@ import sys
 from collections import defaultdict
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: many small tests side by side
 sys.path.insert(0, str(Path(__file__).parent))  # for _warm.py, which several folders use
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from _zoo import Zoo
 
 from carrywave.plan.profile import Link, Profile
 from carrywave.plan.rates import Rate
@@ -73,3 +77,11 @@ def _profile(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     profile.write(path)
     os.environ["CARRYWAVE_PROFILE"] = str(path)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """Small trained runs of every kind."""
+    from _zoo import Zoo
+
+    return Zoo(tmp_path_factory.mktemp("zoo"))

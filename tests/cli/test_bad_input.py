@@ -580,7 +580,7 @@ PREDICT: dict[str, tuple[list[str], str]] = {
         for option, value in (("--top-k", "2"), ("--top-p", "0.5"), ("--temperature", "2"), ("--tokens", "2"))
     },
     "no JSON": (["run", "prompts.jsonl"], "prompts.jsonl:2: the line is not JSON ("),
-    "no prompts": (["run", "empty.txt"], "empty.txt is empty; pass one prompt per line"),
+    "no prompts": (["run", "empty.txt"], "empty.txt is empty; use data with at least one row"),
     "both": (["run", "prompts.txt", "--prompt", "cat"], "--prompt and INPUT cannot be combined; pass only one of them"),
     "temperature": (["run", "--temperature", "nan"], "--temperature is nan; use a number >= 0"),
     "output": (["run", "-o", "none/out.jsonl"], "none/out.jsonl cannot be written: folder none not found; create it, or use another path"),

@@ -376,7 +376,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     seen: list[object] = []
 
     def evaluate_run(
-        run: Path, data: Path | None, device: str, top: list[int], confusion: bool, note: Callable[[str], None], by: Sequence[str]
+        run: Path, data: Path | None, device: str, top: Sequence[int], confusion: bool, note: Callable[[str], None], by: Sequence[str]
     ) -> dict[str, object]:
         note("odd")
         seen.extend((run, data, device, top))
@@ -394,7 +394,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     assert seen == [[Path("r")], Path("d.jsonl"), "auto", ()]
     assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
     code, out, _ = call("evaluate", "r", "--top", "3", "--top", "5", "--confusion", "--json", str(rows))
-    assert (code, seen[-1]) == (0, (3, 5))
+    assert (code, seen[-1]) == (0, [3, 5])
     shown = [line.replace("│", " ").replace("┃", " ").split() for line in out.splitlines()]
     assert ["a[b]", "3", "1"] in shown
     assert ["c", "0", "2"] in shown
@@ -421,10 +421,10 @@ def test_predict(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     files = ([Path("r")], Path("in.jsonl"), Path("out.jsonl"))
     asked = {"prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto", "beam": None, "samples": None, "steps": None}
-    assert seen == {"files": files, **asked, "top_k": None, "top_p": None, "keep": (), "format": "auto", "as_csv": False}
-    assert call("predict", "r", "-", "-o", "-", "--keep", "id", "--keep", "label=truth", "--top-k", "5", "--top-p", "0.9", "--csv")[0] == 0
+    assert seen == {"files": files, **asked, "top_k": None, "top_p": None, "keep": (), "format": "auto"}
+    assert call("predict", "r", "-", "-o", "-", "--keep", "id", "--keep", "label=truth", "--top-k", "5", "--top-p", "0.9")[0] == 0
     assert seen["files"] == ([Path("r")], "-", None)
-    assert (seen["keep"], seen["top_k"], seen["top_p"], seen["as_csv"]) == (("id", "label=truth"), 5, 0.9, True)
+    assert (seen["keep"], seen["top_k"], seen["top_p"]) == (("id", "label=truth"), 5, 0.9)
 
 
 def test_schema(tmp_path: Path) -> None:

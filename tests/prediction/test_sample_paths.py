@@ -90,7 +90,7 @@ def test_a_forecaster_gives_paths_as_a_frame(runs: dict[str, Path]) -> None:
 def test_paths_that_cannot_be_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"steps=\.\.\. is 4, more than the 3 that .* forecasts at once; use fewer, or train with"):
         predict(runs["direct"], frame(), samples=2, steps=4, device="cpu")
-    with pytest.raises(UserError, match=r"steps=\.\.\. is how far sample paths go; pass samples=\.\.\. too, or remove it"):
+    with pytest.raises(UserError, match=r"samples=\.\.\. and steps=\.\.\. are for sample paths of forecasts"):
         predict(runs["direct"], frame(), steps=2, device="cpu")
     with pytest.raises(UserError, match=r"samples=\.\.\. draws from one distribution, and the average of several runs is none"):
         predict([runs["direct"], runs["direct"]], frame(), samples=2, device="cpu")
@@ -98,7 +98,7 @@ def test_paths_that_cannot_be_are_refused(runs: dict[str, Path], tmp_path: Path)
     cw.fit({"hidden": 4}, frame(), **how, run=tmp_path / "point", progress=False)
     with pytest.raises(UserError, match=r"samples=\.\.\. needs a run with data\.distribution, and .* has none; remove it, or train one"):
         predict(tmp_path / "point", frame(), samples=2, device="cpu")
-    wide = frame().assign(price=1.5)
+    wide = frame().assign(price=lambda rows: np.arange(len(rows)) % 5 / 2)
     how["data"] = {"horizon": 1, "distribution": "normal", "targets": ["y"]}
     cw.fit({"hidden": 4}, wide, **how, run=tmp_path / "beside", progress=False)
     with pytest.raises(UserError, match=r"draws are fed back, but the model reads price too, whose values ahead are not drawn"):

@@ -14,7 +14,7 @@ from carrywave.data.prepare import prepare
 from carrywave.data.python_inputs import read_python
 from carrywave.errors import DataError, SpecError
 from carrywave.prediction.evaluate import evaluate_run
-from carrywave.prediction.outputs import Outputs
+from carrywave.prediction.outputs import HeadOutputs
 from carrywave.prediction.predict import predict
 from carrywave.prediction.saved_run import open_run
 from carrywave.spec.load import parse
@@ -55,7 +55,7 @@ def test_intermittent_demand_is_forecast_better_as_counts(tmp_path: Path) -> Non
     assert 0.75 < counts["within_80"] <= 1.0
     saved = open_run(tmp_path / "counts", "cpu")
     data = read_python(frame, saved.task.codec, saved.spec, labelled=False)
-    outs = Outputs(saved).after(data, dict.fromkeys(range(6), np.arange(300, 580)))  # forty weeks of origins
+    outs = HeadOutputs(saved).after(data, dict.fromkeys(range(6), np.arange(300, 580)))  # forty weeks of origins
     mean, dispersion = np.stack([outs[series][:, 0, 0].mean(axis=0) for series in range(6)]).T
     np.testing.assert_allclose(mean, 0.3 * 1.6 ** np.arange(6) * 9 / 7, rtol=0.25)  # five days with one mean, two with twice that
     assert dispersion.mean() == pytest.approx(DISPERSION, abs=0.25)
@@ -95,9 +95,7 @@ def test_what_reads_a_run_finds_quantiles(runs: Path, kind: str) -> None:
     assert {"q0.1", "q0.5", "q0.9", "truth"} <= set(back.columns)
     both = predict([runs / kind, runs / kind], runs / "demand.csv", device="cpu")
     assert both[0]["y-q0.9"] == pytest.approx(rows[0]["y-q0.9"])
-    with pytest.raises(
-        DataError, match=rf"forecasts a distribution \(data\.distribution={kind}\), whose average is not that of the forecasts"
-    ):
+    with pytest.raises(DataError, match=rf"forecasts with data\.distribution={kind}, whose average is not that of the forecasts"):
         evaluate_run([runs / kind, runs / kind], device="cpu")
 
 

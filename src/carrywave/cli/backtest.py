@@ -90,7 +90,7 @@ def _report(result: Backtest, csv_file: Path, svg_file: Path, json_file: Path | 
     from carrywave.report.backtest_picture import picture
     from carrywave.train.backtest import rows_of
 
-    with writing(csv_file, ".csv") as writer:
+    with writing(csv_file) as writer:
         writer.add(rows_of(result))
     rolling = result.rolling
     title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {result.table.name}"

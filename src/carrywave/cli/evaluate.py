@@ -50,13 +50,10 @@ def evaluate(
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.prediction.evaluate import evaluate_run
-        from carrywave.prediction.standard_input import data_on_all
         from carrywave.tasks.baselines import beside, verdicts
 
-    places = [Path(run) for run in runs]
-    with data_on_all(data, places[0], device.value) as kept_input:
-        source = kept_input if data == "-" else None if data is None else file_of(data)
-        row = evaluate_run(places, source, device.value, top=tuple(top or ()), confusion=confusion, note=note, by=by or ())
+    source = None if data is None else file_of(data)
+    row = evaluate_run([Path(run) for run in runs], source, device.value, top=top or (), confusion=confusion, note=note, by=by or ())
     by_name: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
     if is_first():
         shown = {name: value for name, value in row.items() if name != "confusion"}

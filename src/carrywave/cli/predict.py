@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,7 +24,7 @@ def predict(
     ],
     file: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Output file, .jsonl, .csv or .parquet. Default: stdout."),
+        typer.Option("-o", "--output", metavar="FILE", help="Output file, .jsonl, .csv or .parquet. Default: stdout, as JSON lines."),
     ] = None,
     keep: Annotated[
         list[str] | None,
@@ -33,7 +33,6 @@ def predict(
     input_format: Annotated[
         InputFormat, typer.Option("--format", help="Format of INPUT; auto goes by its name or first bytes, or by the training data.")
     ] = InputFormat.auto,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV whatever the name of the output file, also to stdout.")] = False,
     beam: Annotated[
         int | None,
         typer.Option(
@@ -68,21 +67,6 @@ def predict(
             from carrywave.prediction.predict import predict_run
 
         source = input_file if input_file is None or input_file == "-" else file_of(input_file)
-        predict_run(
-            [Path(run) for run in runs],
-            source,
-            file,
-            prompt=prompt,
-            tokens=tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            samples=samples,
-            steps=steps,
-            keep=tuple(keep or ()),
-            format=input_format.value,
-            beam=beam,
-            as_csv=as_csv,
-            device=device.value,
-        )
+        how: dict[str, Any] = {"keep": tuple(keep or ()), "format": input_format.value, "beam": beam, "device": device.value}
+        how |= {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        predict_run([Path(run) for run in runs], source, file, samples=samples, steps=steps, **how)

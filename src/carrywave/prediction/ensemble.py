@@ -1,29 +1,28 @@
-"""Several trained runs as one: what they predict is averaged, and metrics are those of the average.
+"""Several trained runs as one: the mean of what they predict, and the metrics of that mean.
 
-Runs that do not predict the same thing are refused. How numbers are scaled may differ: they are averaged in the units of the data.
+Probabilities are averaged, numbers in the units of the data, and quantiles level by level (Vincent's average: the mean of the quantile
+functions), so those of the mean do not cross, either. Runs that do not predict the same thing are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec
-from carrywave.data.sequences import Sequences
+from carrywave.data.files.rows import Row
 from carrywave.errors import DataError, RunError, UserError, option
 from carrywave.model.sample_weights import for_each_target, known
 from carrywave.parallel.world import World
-from carrywave.prediction.averages import mean_of_odds, mean_of_shares
-from carrywave.prediction.evaluation import Details, joined, passes
-from carrywave.prediction.outputs import Numbers, Outputs
+from carrywave.prediction.evaluation import Details, counted, passes
 from carrywave.prediction.saved_run import Saved, open_run
-from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part
 
 Paths = Path | str | Sequence[Path | str]
@@ -36,9 +35,7 @@ MAY_DIFFER = (
 
 def paths_of(runs: Paths) -> list[Path | str]:
     """The runs that are named, at least one."""
-    if isinstance(runs, Path | str):
-        return [runs]
-    paths = list(runs)
+    paths = [runs] if isinstance(runs, Path | str) else list(runs)
     if not paths or not all(isinstance(each, Path | str) for each in paths):
         raise UserError("pass the folder of a run, or a list of several folders")
     return paths
@@ -47,31 +44,37 @@ def paths_of(runs: Paths) -> list[Path | str]:
 def open_members(paths: Sequence[Path | str], device: str, world: World) -> list[Saved]:
     """The best weights of several runs. Every worker holds all of them as a whole."""
     members = [open_run(path, device, world=world, whole=True) for path in paths]
+    first = members[0]
     for member in members:
         if member.spec.model.crf or member.spec.task == "transcription":
-            what = "chooses whole sequences of labels (model.crf)" if member.spec.model.crf else "puts each label at a step of its own"
-            raise UserError(f"{member.run.path} {what}, and has no probabilities of single ones to average; pass one run")
-        _check_alike(members[0], member)
+            raise UserError(f"{member.run.path} chooses whole sequences of labels, which have no average; pass one run")
+        codecs = first.task.codec, member.task.codec
+        names = [each.name for each in fields(Codec) if each.name not in MAY_DIFFER]
+        differ = [name for name in names if len({repr(getattr(codec, name)) for codec in codecs}) > 1]
+        if first.spec.task == "forecasting":
+            differ += [name for name in ("horizon", "levels", "bands") if getattr(first.spec.data, name) != getattr(member.spec.data, name)]
+        if differ:
+            raise RunError(
+                f"{first.run.path} and {member.run.path} do not predict the same thing: they differ in {differ[0]}; "
+                "pass runs that were trained for the same task on the same kind of data"
+            )
     return members
 
 
-def _check_alike(first: Saved, other: Saved) -> None:
-    codecs = first.task.codec, other.task.codec
-    differs = [
-        each.name for each in fields(Codec) if each.name not in MAY_DIFFER and len({repr(getattr(c, each.name)) for c in codecs}) > 1
-    ]
-    if first.spec.task == "forecasting":
-        differs += [name for name in ("horizon", "levels", "bands") if getattr(first.spec.data, name) != getattr(other.spec.data, name)]
-    if differs:
-        what = differs[0] if differs[0].endswith("s") else f"{differs[0]}s".replace("ys", "ies")
-        raise RunError(
-            f"{first.run.path} and {other.run.path} do not predict the same thing: their {what} differ; "
-            "pass runs that were trained for the same task on the same kind of data"
-        )
+def mean_of_shares(logits: Sequence[Tensor]) -> Tensor:
+    """The logarithm of the mean of the probabilities that logits [..., classes] stand for."""
+    logs = torch.stack([torch.log_softmax(each.to(torch.promote_types(each.dtype, torch.float32)), dim=-1) for each in logits])
+    return torch.logsumexp(logs, dim=0) - math.log(len(logits))
+
+
+def mean_of_odds(logits: Sequence[Tensor]) -> Tensor:
+    """The log odds of the mean of the probabilities that logits stand for, each by itself."""
+    wide = torch.stack([each.to(torch.promote_types(each.dtype, torch.float32)) for each in logits])
+    return torch.logsumexp(logsigmoid(wide), dim=0) - torch.logsumexp(logsigmoid(-wide), dim=0)
 
 
 def mean_of_outputs(members: Sequence[Saved], outs: Sequence[Tensor]) -> Tensor:
-    """The average of what runs predict, in the place of the output of the first."""
+    """The mean of what the heads of several runs put out, in the scale of the first."""
     first = members[0]
     if first.spec.data.multi_label:
         return mean_of_odds(outs)
@@ -81,59 +84,54 @@ def mean_of_outputs(members: Sequence[Saved], outs: Sequence[Tensor]) -> Tensor:
     if first.spec.task == "regression":
         codecs = [member.task.codec for member in members]
         scales = [(wide[0].new_tensor(codec.target_std), wide[0].new_tensor(codec.target_mean)) for codec in codecs]
-        wide = [out * std + mean for out, (std, mean) in zip(wide, scales, strict=True)]
-        std, mean = scales[0]
-        return ((torch.stack(wide).mean(0) - mean) / std).to(outs[0].dtype)
+        (std, mean), *_ = scales
+        wide = [(out * its_std + its_mean - mean) / std for out, (its_std, its_mean) in zip(wide, scales, strict=True)]
     return torch.stack(wide).mean(0).to(outs[0].dtype)
 
 
-class AveragedOutputs:
-    """The average of what several runs predict for sequences, in the place of the `Outputs` of the first."""
-
-    def __init__(self, members: Sequence[Saved]) -> None:
-        self.saved, self.members = members[0], members
-        self._each = [Outputs(member, shares=True) for member in members]
-
-    def of(self, *data: Sequences) -> list[Numbers]:
-        """As `Outputs.of`, for the sequences as each of the runs reads them. Empty on ranks other than 0. Collective."""
-        by_run = [outputs.of(sequences) for outputs, sequences in zip(self._each, data, strict=True)]
-        means = [mean_of_outputs(self.members, [torch.from_numpy(out) for out in outs]) for outs in zip(*by_run, strict=True)]
-        chosen = self.saved.spec.task == "tagging" and not self.saved.spec.data.multi_label
-        return [(mean.argmax(-1) if chosen else mean).numpy() for mean in means]
+def mean_of_rows(members: Sequence[Iterable[Row]], places: Sequence[str]) -> Iterator[Row]:
+    """Rows of numbers, averaged; the fields in `places` say what a row is for, and are the same in all."""
+    for first, *others in zip(*members, strict=True):
+        together = (first, *others)
+        yield {name: value if name in places else sum(row[name] for row in together) / len(together) for name, value in first.items()}
 
 
-def evaluate_together(
-    members: Sequence[Saved],
-    parts: Sequence[Part],
-    *,
-    details: Details,
-    tops: Sequence[int] = (),
-    look: Callable[[Metric], None] | None = None,
-) -> dict[str, float]:
-    """As `evaluation.evaluate`, of the average; `parts` are the same data as each run reads it. The loss is that of the first."""
+def evaluate_together(members: Sequence[Saved], parts: Sequence[Part], details: Details) -> dict[str, float]:
+    """As `evaluation.evaluate`, of the mean; `parts` are the same data as each run reads it. The loss is that of the first."""
     _check_parts(members, parts)
     first, mesh = members[0], members[0].mesh
     task = replace(first.task, bands=None)  # those of a run are around its own forecasts
-    meter = task.meter(mesh.device, parts[0], by_series="series" in details.by, tops=tops)
+    meter = task.meter(mesh.device, parts[0], by_series="series" in details.by, tops=details.tops)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    for batch, outs, target in _side_by_side(members, parts):
-        out = mean_of_outputs(members, outs)
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in members]
+
+    def observe(number: int, out: Tensor, target: Tensor | None) -> None:
+        if target is not None:
+            seen[number].append((out.clone(), target.clone()))  # what is shown may be overwritten by the next batch
+
+    walks = [
+        passes(
+            member.model,
+            member.spec.model_copy(update={"batch": first.spec.batch}),  # all read the data in the batches of the first
+            part,
+            mesh=member.mesh,
+            stage=member.stage,
+            observe=lambda out, target, *_, number=number: observe(number, out, target),
+        )
+        for number, (member, part) in enumerate(zip(members, parts, strict=True))
+    ]
+    for (batch, _), *_ in zip(*walks, strict=True):
+        shown = [each[-1] for each in seen if each]
+        for each in seen:
+            each.clear()
+        if len(shown) < len(members):  # a worker without lanes of a small batch is shown nothing
+            continue
+        out, target = mean_of_outputs(members, [out for out, _ in shown]), shown[0][1]
         weights = None if batch.weights is None else for_each_target(batch.weights, target, pooled=first.model.pooled)
         sums += torch.stack(first.model.head.score(out, known(target), weights=weights)).to(torch.float64)  # type: ignore[operator]
         if meter is not None:
             meter.update(out, target, batch.sequence, batch.offset)
-    loss_sum, count = mesh.sum_(sums).tolist()
-    if not count:
-        raise DataError(f"{parts[0].name} contains no targets: every label in it is ignored; add labels")
-    metrics: dict[str, float] = {}
-    if meter is not None:
-        meter = joined(meter, mesh)
-        metrics = meter.values()
-        details.rows.update({by: meter.rows(by) for by in details.by})
-        if look is not None:
-            look(meter)
-    loss = loss_sum / count
-    return {"loss": loss} | first.task.derived(loss) | metrics | parts[0].baseline
+    return counted(task, parts[0], mesh, sums, meter, details)
 
 
 def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
@@ -142,9 +140,8 @@ def _check_parts(members: Sequence[Saved], parts: Sequence[Part]) -> None:
         codec = member.task.codec
         if codec.transform not in ("none", "diff") or codec.distribution != "none":
             key = "distribution" if codec.distribution != "none" else "transform"
-            what = "a distribution" if key == "distribution" else "other values than those of the data"
-            what += f" (data.{key}={getattr(codec, key)})"
-            raise DataError(f"{member.run.path} forecasts {what}, whose average is not that of the forecasts; evaluate runs one by one")
+            fact = f"{member.run.path} forecasts with data.{key}={getattr(codec, key)}, whose average is not that of the forecasts"
+            raise DataError(f"{fact}; evaluate runs one by one")
         if _read(member, part) != _read(members[0], parts[0]):
             raise DataError(
                 f"{members[0].run.path} and {member.run.path} have other rows as {part.name}, or read them otherwise, so they cannot be "
@@ -159,25 +156,3 @@ def _read(member: Saved, part: Part) -> list[object]:
     forecast = [member.spec.starts_from, data.units] if codec.task == "forecasting" else []
     read = [*files, codec.transform, data.starts, part.view.lengths, part.view.warm, *forecast]
     return [each.tolist() if isinstance(each, np.ndarray) else each for each in read]
-
-
-def _side_by_side(members: Sequence[Saved], parts: Sequence[Part]) -> Iterator[tuple[Batch, list[Tensor], Tensor]]:
-    """Yield each batch, what each run makes of it, and its targets as metrics see them. All read it in the batches of the first."""
-    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in members]
-
-    def walk(number: int) -> Iterator[tuple[Batch, object]]:
-        member = members[number]
-
-        def observe(out: Tensor, target: Tensor | None, *_: object) -> None:
-            if target is not None:
-                seen[number].append((out.clone(), target.clone()))  # what is shown may be overwritten by the next batch
-
-        spec = member.spec.model_copy(update={"batch": members[0].spec.batch})
-        return passes(member.model, spec, parts[number], mesh=member.mesh, stage=member.stage, observe=observe)
-
-    for together in zip(*map(walk, range(len(members))), strict=True):
-        shown = [each[-1] for each in seen if each]
-        if len(shown) == len(members):  # a worker without lanes of a small batch is shown nothing
-            yield together[0][0], [out for out, _ in shown], shown[0][1]
-        for each in seen:
-            each.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,17 +14,17 @@ from carrywave.errors import DataError, UserError, option
 from carrywave.model.opaque_model import Loss
 from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import join, leave, raise_on_all
-from carrywave.prediction.ensemble import evaluate_together, open_members, paths_of
+from carrywave.prediction.ensemble import Paths, evaluate_together, open_members, paths_of
 from carrywave.prediction.evaluation import Details, evaluate
 from carrywave.prediction.saved_run import Saved, changed_since, open_run, own_data, warn
 from carrywave.step.checks.arguments import check_loss
-from carrywave.tasks.metrics import BY, Confusion, Metric
+from carrywave.tasks.metrics import BY, Confusion
 from carrywave.tasks.task import Part
 
 
 @leaving_no_trace
 def evaluate_run(
-    path: Path | str | Sequence[Path | str],
+    path: Paths,
     data: Any = None,
     device: str = "auto",
     *,
@@ -64,40 +63,30 @@ def evaluate_run(
             raise UserError("several runs are evaluated as one only if their models are in their folders; pass one run with model=...")
         members = [open_run(paths[0], device, model, world=world, loss=loss)] if len(paths) == 1 else open_members(paths, device, world)
         saved = members[0]
-        details = Details(_checked_by((by,) if isinstance(by, str) else by, saved))
-        tops = _tops(saved, (top,) if isinstance(top, int) else top, confusion)
+        groups = _checked_groups((by,) if isinstance(by, str) else by, saved)
+        details = Details(groups, _checked_tops((top,) if isinstance(top, int) else top, saved, confusion=confusion))
         parts = [_part(member, data) for member in members]
-        part = parts[0]
-    if world.rank == 0:
-        for line in part.notes:
-            (note or warn)(line)
-    counts: list[list[list[int]]] = []
-
-    def look(metric: Metric) -> None:
-        if isinstance(metric, Confusion):
-            counts.append(metric.counts_KK.tolist())
-
-    show = look if confusion else None
+    for line in parts[0].notes if world.rank == 0 else ():
+        (note or warn)(line)
     if len(members) > 1:
-        values = evaluate_together(members, parts, details=details, tops=tops, look=show)
+        values = evaluate_together(members, parts, details)
     else:
-        values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, details=details, tops=tops, look=show)
+        values = evaluate(saved.model, saved.task, parts[0], mesh=saved.mesh, stage=saved.stage, details=details)
     leave(world)
-    matrix = {"confusion": {"labels": list(saved.task.codec.labels), "counts": counts[0]}} if counts else {}
-    return {"split": part.name, **values, **matrix, **{f"by_{name}": rows for name, rows in details.rows.items()}}
+    found: dict[str, object] = {"split": parts[0].name, **values}
+    if confusion and isinstance(details.metric, Confusion):
+        found["confusion"] = {"labels": list(saved.task.codec.labels), "counts": details.metric.counts_KK.tolist()}
+    return found | {f"by_{name}": rows for name, rows in details.rows.items()}
 
 
-def _checked_by(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
-    task = "regression at every step" if saved.spec.each_step else saved.spec.task
-    labels = saved.task.codec.labels
-    spans = not saved.spec.data.multi_label and tags_of(labels) is not None
+def _checked_groups(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
+    task, labels = "regression at every step" if saved.spec.each_step else saved.spec.task, saved.task.codec.labels
+    spans = not saved.spec.data.multi_label and tags_of(labels) is not None  # labels such as B-X, I-X and O
     groups = [name for name in BY[task] if name != "type" or spans]
-    if "type" in by and task == "tagging" and not spans:
-        raise UserError(f"metrics by type are of spans, but labels such as {labels[0]!r} write none, as B-X, I-X and O do; use label")
     for name in by:
         if name not in groups:
             remedy = f"use {', '.join(groups)}" if groups else "remove it"
-            raise UserError(f"there are no metrics of {task} by {name}; {remedy}")
+            raise UserError(f"there are no metrics of {task} by {name} for {saved.run.path}; {remedy}")
     levels = saved.spec.data.levels if task == "forecasting" else None
     if by and levels is not None and 0.5 not in levels:
         fact = f"metrics by {by[0]} are of a point forecast, but {saved.run.path} has no median among its data.quantiles"
@@ -105,19 +94,15 @@ def _checked_by(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
     return tuple(dict.fromkeys(by))
 
 
-def _tops(saved: Saved, wanted_tops: Sequence[int], confusion: bool) -> tuple[int, ...]:
-    task, classes = saved.spec.task, len(saved.task.codec.labels)
-    for wanted, name in ((bool(wanted_tops), "top"), (confusion, "confusion")):
-        if wanted and saved.spec.data.multi_label:
-            raise UserError(f"{option(name)} is for one label each, but {saved.run.path} has several (data.multi_label); remove it")
-        if wanted and name == "top" and saved.spec.model.crf:
-            raise UserError(f"{option(name)} needs likely labels, but {saved.run.path} chooses whole sequences (model.crf); remove it")
-        if wanted and not classes:
-            raise UserError(f"{option(name)} is for labels, but {saved.run.path} is a {task} model; remove it")
-    for top in wanted_tops:
+def _checked_tops(tops: Sequence[int], saved: Saved, *, confusion: bool) -> tuple[int, ...]:
+    spec, classes = saved.spec, len(saved.task.codec.labels)
+    for name, wanted in (("top", bool(tops)), ("confusion", confusion)):
+        if wanted and (not classes or spec.data.multi_label or (name == "top" and spec.model.crf)):
+            raise UserError(f"{option(name)} is for one likely label each, which {saved.run.path} does not have; remove it")
+    for top in tops:
         if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= classes:
             raise UserError(f"{option('top')} {top} is not between 1 and {classes}, the number of classes; change it")
-    return tuple(dict.fromkeys(wanted_tops))
+    return tuple(dict.fromkeys(tops))
 
 
 def _part(saved: Saved, data: Any) -> Part:

@@ -52,10 +52,12 @@ def order_for(spec: Spec, view: View, *, training: bool) -> Order:
 
 @dataclass
 class Details:
-    """Metrics by something that `tasks.metrics.BY` lists, such as each series."""
+    """What is wanted besides the metrics, and what was found of it."""
 
-    by: tuple[str, ...]
+    by: tuple[str, ...] = ()  # metrics by something that `tasks.metrics.BY` lists, such as each series
+    tops: tuple[int, ...] = ()  # how often the target is among so many of the likeliest, as in `metrics.for_task`
     rows: dict[str, list[Row]] = field(default_factory=dict)
+    metric: Metric | None = None  # over all workers
 
 
 def evaluate(
@@ -68,20 +70,16 @@ def evaluate(
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
     details: Details | None = None,
-    tops: Sequence[int] = (),
-    look: Callable[[Metric], None] | None = None,
     trial: SplitTrial | None = None,
 ) -> dict[str, float]:
     """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
 
-    `capture` keeps CUDA graphs from one evaluation of a model to the next. `details` gets the metrics by what it asks for. `tops` as in
-    `metrics.for_task`; `look` is shown the metric over all workers. `trial` remembers from one evaluation to the next what a
-    user's modules were tried with.
+    `capture` keeps CUDA graphs from one evaluation of a model to the next. `details` gets what it asks for. `trial` remembers from one
+    evaluation to the next what a user's modules were tried with.
     """
-    device = mesh.device
-    by_series = details is not None and "series" in details.by
+    device, details = mesh.device, details or Details()
     understood = model.has_output and (task.spec.task != "transcription" or is_ctc(model))
-    scorer = _Scorer(task.meter(device, part, by_series=by_series, tops=tops) if understood else None)
+    scorer = _Scorer(task.meter(device, part, by_series="series" in details.by, tops=details.tops) if understood else None)
     watched = scorer.meter is not None
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
     see = scorer.see if watched else None
@@ -89,17 +87,20 @@ def evaluate(
     for _, outcome in walk:
         sums[:2] += torch.stack([outcome.loss_sum, outcome.count])
     sums[2] = float(watched and scorer.meter is None)
-    loss_sum, count, unfit = mesh.sum_(sums).tolist()
+    return counted(task, part, mesh, sums, scorer.meter, details)
+
+
+def counted(task: Task, part: Part, mesh: Mesh, sums: Tensor, meter: Metric | None, details: Details) -> dict[str, float]:
+    """The figures of what all workers have summed: loss, targets and, in third place, workers whose outputs do not fit the metric."""
+    loss_sum, count, *unfit = mesh.sum_(sums).tolist()
     if not count:
         raise DataError(f"{part.name} contains no targets: every label in it is ignored; add labels")
     metrics: dict[str, float] = {}
-    if scorer.meter is not None and not unfit:
-        metric = joined(scorer.meter, mesh)
-        metrics = metric.values()
-        if details is not None:
-            details.rows.update({by: metric.rows(by) for by in details.by})
-        if look is not None:
-            look(metric)
+    if meter is not None and not any(unfit):
+        for tensor in meter.tensors().values():
+            mesh.sum_(tensor)
+        metrics, details.metric = meter.values(), meter
+        details.rows.update({by: meter.rows(by) for by in details.by})
     loss = loss_sum / count
     return {"loss": loss} | task.derived(loss) | metrics | part.baseline
 
@@ -107,13 +108,6 @@ def evaluate(
 def is_ctc(model: Model | OpaqueModel) -> bool:
     """True if the outputs of a model are those that transcriptions are read from: a user's own head may mark ends otherwise."""
     return isinstance(model, Model) and isinstance(model.head, Ctc)
-
-
-def joined(meter: Metric, mesh: Mesh) -> Metric:
-    """The metric summed over all workers, in place."""
-    for tensor in meter.tensors().values():
-        mesh.sum_(tensor)
-    return meter
 
 
 def passes(

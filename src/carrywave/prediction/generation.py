@@ -1,4 +1,4 @@
-"""Continues prompts with a language model, one token at a time, passing the carry along.
+"""Continues prompts with a language model, one token at a time, passing the carry along; the prompts are shared among all workers.
 
 The next token is the likeliest, or one drawn from those that top-k and top-p keep. The draw is a function of one uniform number, keyed by
 (seed, prompt, position), so equal seeds give equal texts on every device. Shapes: T time, B prompt, H width, V vocabulary.
@@ -7,18 +7,29 @@ The next token is the likeliest, or one drawn from those that top-k and top-p ke
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from carrywave.data.codec import Codec
+from carrywave.data.files.rows import Row, Rows
 from carrywave.data.text.documents import DocumentEnds
-from carrywave.errors import UserError, option
+from carrywave.data.text.tally import Tally
+from carrywave.errors import DataError, RunError, UserError, option
 from carrywave.kernels import random
 from carrywave.model.model import Model
-from carrywave.prediction.averages import mean_of_shares
+from carrywave.parallel.gather import collect
+from carrywave.parallel.world import raise_on_all
+from carrywave.prediction.blocks import carried, cut
+from carrywave.prediction.ensemble import mean_of_shares
+from carrywave.prediction.saved_run import Saved
+
+MOST_PROMPTS, MOST_STEPS = 1024, 1 << 18  # that are read side by side, padded to the longest
 
 
 @dataclass(frozen=True)
@@ -118,3 +129,64 @@ def generate(
             read = [each(chosen_B[None], state, fresh=fresh_B) for each, state in zip(models, states, strict=True)]
             ys_BH, states = [y_TBH[0] for y_TBH, _ in read], [state for _, state in read]
     return torch.stack(tokens, dim=1).tolist() if tokens else [[] for _ in prompts]
+
+
+def continuations(
+    members: Sequence[Saved], rows: Rows, kept: Mapping[str, str], count: int, how: Sampling, tally: Tally
+) -> Iterator[list[Row]]:
+    """The continuations of block after block of prompts; on ranks other than 0 the blocks are empty. Collective.
+
+    Each worker continues its share of a block. Several runs continue them together. `tally` counts what train does not have.
+    """
+    saved, models = members[0], [member.model for member in members if isinstance(member.model, Model)]
+    world, codec = saved.mesh.world, saved.task.codec
+    if not isinstance(saved.model, Model):
+        raise RunError(
+            f"{type(saved.model.module).__name__} passes no carry from token to token, so it cannot continue prompts; "
+            "train a cw.Model(encoder, lstm, head)"
+        )
+    blocks, first = cut(rows, lambda row: len(str(row.get("prompt", row.get("text")))), MOST_PROMPTS, MOST_STEPS), 0
+    while True:
+        with raise_on_all(world):
+            if (block := next(blocks, None)) is None:
+                return
+            prompts = [_prompt(row, rows.where(number) if rows.kind else rows.name, codec) for number, row in block]
+            for text, begun in prompts:
+                tally.read(begun, codec.tokens.unknown, text)
+            more = [carried(row, kept, rows.where(number)) for number, row in block]
+        numbers = range(world.rank, len(block), world.size)
+        made = generate(
+            models,
+            [prompts[number][1].tolist() for number in numbers],
+            count,
+            how=how,
+            device=saved.mesh.device,
+            numbers=[first + number for number in numbers],
+            ends=saved.task.document_ends,
+        )
+        local = {"number": torch.tensor(list(numbers)), "tokens": torch.tensor(made)} if made and count else {}
+        tokens = dict[int, list[int]]()
+        for received in collect(world, local):
+            if received:
+                tokens |= zip(received["number"].tolist(), received["tokens"].tolist(), strict=True)
+        whole = zip(prompts, more, strict=True) if world.rank == 0 else ()
+        yield [fields | _row(codec, text, begun, tokens.get(number, [])) for number, ((text, begun), fields) in enumerate(whole)]
+        first += len(block)
+
+
+def _prompt(row: Row, where: str, codec: Codec) -> tuple[str, NDArray[Any]]:
+    """The text to continue, and its tokens. A model must have read something: for an empty prompt, a line end."""
+    text = row.get("prompt", row.get("text"))
+    if not isinstance(text, str):
+        raise DataError(f'{where}: no text; write {{"text": "…"}} on each line, or pass a list of strings')
+    ids = codec.encode(text, where) if text else codec.tokens.ids("\n")[-1:]
+    if not text and (not len(ids) or ids[0] == codec.tokens.unknown):
+        raise DataError(f"{where} is empty, and the vocabulary has no newline to start from; pass some text to continue")
+    if not len(ids):
+        raise DataError(f"{where}: {text!r:.40} contains no tokens; pass some text to continue")
+    return text, ids
+
+
+def _row(codec: Codec, prompt: str, begun: NDArray[Any], more: list[int]) -> Row:
+    whole = codec.decode([*begun.tolist(), *more]) if prompt else codec.decode(more)
+    return {"prompt": prompt, "continuation": codec.decode(more), "text": whole}

@@ -1,8 +1,8 @@
-"""The head's output for each sequence, computed by all workers and brought together on rank 0."""
+"""The head's output for each sequence, computed by all workers and brought together on rank 0; of several runs, their mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from carrywave.data.sequences import Sequences
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
+from carrywave.prediction.ensemble import mean_of_outputs
 from carrywave.prediction.evaluation import passes
 from carrywave.prediction.saved_run import Saved
 from carrywave.spec.data_spec import BatchSpec
@@ -22,53 +23,61 @@ Numbers = NDArray[Any]
 RAGGED = ("tagging", "transcription")  # tasks with an output for each step of a sequence
 
 
-class Outputs:
-    """Computes outputs for any number of `Sequences`, keeping CUDA graphs from one to the next.
+class HeadOutputs:
+    """Computes outputs for any number of `Sequences`, keeping CUDA graphs from one to the next."""
 
-    With `shares`, tags are given as logits, as several labels for each step always are.
-    """
+    def __init__(self, *members: Saved) -> None:
+        self.members = members
+        self._each = [_Outputs(member, shares=len(members) > 1) for member in members]
 
-    def __init__(self, saved: Saved, *, shares: bool = False) -> None:
+    def of(self, *data: Sequences) -> list[Numbers]:
+        """The output for the whole of each sequence (classification, regression), its tags (tagging), the log-probabilities of each step
+        (transcription), the numbers of its steps, or the forecast after its last step. `data` are the sequences as each of the runs reads
+        them.
+
+        Empty on ranks other than 0. Collective.
+        """
+        by_run = [outputs.of(sequences) for outputs, sequences in zip(self._each, data, strict=True)]
+        if len(by_run) == 1:
+            return by_run[0]
+        means = [mean_of_outputs(self.members, [torch.from_numpy(out) for out in outs]) for outs in zip(*by_run, strict=True)]
+        spec = self.members[0].spec
+        tags = spec.task == "tagging" and not spec.data.multi_label
+        return [(mean.argmax(-1) if tags else mean).numpy() for mean in means]
+
+
+class _Outputs:
+    """Those of one run. With `shares`, tags are given as logits, as several labels for each step always are."""
+
+    def __init__(self, saved: Saved, *, shares: bool) -> None:
         self.saved = saved
-        self._shares = shares
         spec = saved.spec
         if spec.task == "tagging" and spec.streams:
             # Predictions are for each sequence by itself, however the model was trained.
             spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
-        self._spec = spec
-        mesh = saved.mesh
+        self._spec, mesh = spec, saved.mesh
+        self._tags = spec.task == "tagging" and not (shares or spec.data.multi_label or spec.model.crf)
+        self._ragged = spec.task in RAGGED or spec.each_step  # outputs are as long as their sequences
         self._capture = Capture.of(mesh.device, mesh.plan, saved.model, on_device=mesh.messages_on_device)
 
     def of(self, data: Sequences) -> list[Numbers]:
-        """The output for the whole of each sequence (classification, regression), its tags (tagging), the log-probabilities of each step
-        (transcription), the numbers of its steps, or the forecast after its last step.
-
-        Empty on ranks other than 0. Collective.
-        """
-        spec = self.saved.spec
+        spec, model = self._spec, self.saved.model
         pieces: dict[int, list[Tensor]] = {}
         for out, lengths, owners in self._walk(data):
-            if spec.task == "tagging" and not (self._shares or spec.data.multi_label or spec.model.crf):
-                out = out.argmax(-1)
+            out = out.argmax(-1) if self._tags else out
             for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
                 if owner < 0 or not length:
                     continue
                 # Of a stream, the last window counts, or all if each step has an output; copies, since views would keep the windows.
+                steps = model.output_steps(length) if spec.task == "transcription" and isinstance(model, Model) else length
                 if spec.each_step:
                     pieces.setdefault(owner, []).append(out[:length, lane].clone())
-                elif spec.task == "tagging":
-                    pieces[owner] = [out[:length, lane].clone()]
-                elif spec.task == "transcription":
-                    pieces[owner] = [out[: self._answers(length), lane].clone()]
+                elif self._ragged:
+                    pieces[owner] = [out[:steps, lane].clone()]
                 else:
                     pieces[owner] = [out[lane] if self.saved.stage.pooled else out[length - 1, lane].clone()]
         by_number = self._together({owner: torch.cat(each) if len(each) > 1 else each[0] for owner, each in pieces.items()})
         return [by_number[number] for number in range(len(data))] if by_number else []
-
-    def _answers(self, length: int) -> int:
-        """At how many steps a sequence of this length is answered."""
-        assert isinstance(self.saved.model, Model)
-        return self.saved.model.output_steps(length)
 
     def _walk(self, data: Sequences) -> Iterator[tuple[Tensor, list[int], list[int]]]:
         """Yield the outputs of each batch, in host memory, with the length and the sequence of each lane."""
@@ -88,30 +97,18 @@ class Outputs:
             seen.clear()
             yield out.float().cpu(), batch.lengths.tolist(), batch.sequence.tolist()
 
-    @property
-    def _ragged(self) -> bool:
-        """True if outputs are as long as their sequences."""
-        return self.saved.spec.task in RAGGED or self.saved.spec.each_step
-
     def _together(self, pieces: Mapping[int, Tensor]) -> dict[int, Numbers]:
         """On rank 0, the pieces of all workers by number."""
         local: dict[str, Tensor] = {}
         if pieces:
-            outs = list(pieces.values())
-            ragged = self._ragged
-            sizes = [len(out) for out in outs] if ragged else [1] * len(outs)
             # A few large messages instead of one for each sequence.
-            local = {
-                "number": torch.tensor(list(pieces), dtype=torch.int64),
-                "size": torch.tensor(sizes, dtype=torch.int64),
-                "out": torch.cat(outs) if ragged else torch.stack(outs),
-            }
+            outs: Sequence[Tensor] = [out if self._ragged else out[None] for out in pieces.values()]
+            sizes = torch.tensor([len(out) for out in outs], dtype=torch.int64)
+            local = {"number": torch.tensor(list(pieces), dtype=torch.int64), "size": sizes, "out": torch.cat(list(outs))}
         by_number: dict[int, Numbers] = {}
         for received in collect(self.saved.mesh.world, local):
             if received:
                 parts = torch.split(received["out"], received["size"].tolist())
-                alone = not self._ragged
-                by_number |= {
-                    number: (part[0] if alone else part).numpy() for number, part in zip(received["number"].tolist(), parts, strict=True)
-                }
+                numbers = received["number"].tolist()
+                by_number |= {number: (part if self._ragged else part[0]).numpy() for number, part in zip(numbers, parts, strict=True)}
         return by_number

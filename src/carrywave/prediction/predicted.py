@@ -16,8 +16,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.tables.table import Table
 from carrywave.model.heads.alignments import negative_log_likelihood
 from carrywave.prediction.blocks import Block
-from carrywave.prediction.ensemble import AveragedOutputs
-from carrywave.prediction.outputs import Numbers, Outputs
+from carrywave.prediction.outputs import HeadOutputs, Numbers
 from carrywave.prediction.saved_run import Saved
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.transcription.decoding import beam_search, greedy
@@ -26,30 +25,28 @@ from carrywave.tasks.transcription.targets import END
 BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
 
 
-def rows_of(outputs: Outputs | AveragedOutputs, block: Block, *, beam: int = 1) -> Iterator[Row]:
+def rows_of(outputs: HeadOutputs, block: Block, *, beam: int = 1) -> Iterator[Row]:
     """A row for each of a block, in order, after the fields that are carried. Empty on ranks other than 0. Collective when it is called.
 
     `beam`: how many beginnings of a transcription are kept at each step; with 1, the most likely class of each step is taken.
     """
-    outs = outputs.of(block.data, *block.others) if len(block.data) else []
-    spec = outputs.saved.spec
+    outs = outputs.of(*block.data) if len(block.data[0]) else []
+    saved = outputs.members[0]
+    spec = saved.spec
     how = _several if spec.data.multi_label else partial(_transcripts, beam) if spec.task == "transcription" else _PREDICTED[spec.task]
-    predicted = iter(how(outputs.saved, outs))
-    nothing = _nothing(outputs.saved)
-    return ({**carried, **(nothing if number in block.empty else next(predicted))} for number, carried in enumerate(block.carried))
+    predicted, nothing = iter(how(saved, outs)), _nothing(saved)
+    whole = enumerate(block.carried if saved.mesh.world.rank == 0 else ())
+    return ({**carried, **(nothing if number in block.empty else next(predicted))} for number, carried in whole)
 
 
 def _nothing(saved: Saved) -> Row:
     """The answer for a row in which there is nothing to read."""
-    shares = {"probabilities": dict.fromkeys(saved.task.codec.labels)}
+    several, shares = saved.spec.data.multi_label, dict.fromkeys(saved.task.codec.labels)
     match saved.spec.task:
         case "classification":
-            return {"label": None, **({} if saved.spec.data.multi_label else {"probability": None}), **shares}
+            return {"label": None, **({} if several else {"probability": None}), "probabilities": shares}
         case "tagging":
-            return {
-                "labels": [],
-                **({"probabilities": {label: [] for label in shares["probabilities"]}} if saved.spec.data.multi_label else {}),
-            }
+            return {"labels": [], **({"probabilities": {label: [] for label in shares}} if several else {})}
         case "transcription":
             return {"labels": saved.task.codec.transcript([]), "probability": None}
     return {"label": None}
@@ -103,12 +100,8 @@ def _several(saved: Saved, outputs: list[Numbers]) -> Iterator[Row]:
 _PREDICTED = {"classification": _labels, "regression": _numbers, "tagging": _tags}
 
 
-def estimates(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
-    """The numbers of every step of every series. Empty on ranks other than 0. Collective when it is called."""
-    return _estimates(outputs.saved, outputs.of(data), table)
-
-
-def _estimates(saved: Saved, outputs: list[Numbers], table: Table) -> Iterator[Row]:
+def estimates(saved: Saved, outputs: list[Numbers], table: Table) -> Iterator[Row]:
+    """The numbers of every step of every series."""
     codec = saved.task.codec
     for number, out in enumerate(outputs):
         start = int(table.starts[number])
@@ -119,11 +112,6 @@ def _estimates(saved: Saved, outputs: list[Numbers], table: Table) -> Iterator[R
             yield {**named, **time, **dict(zip(codec.step_targets, values, strict=True))}
 
 
-def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
-    """Every step ahead of the last row of every series. Empty on ranks other than 0. Collective when it is called."""
-    return _forecasts(outputs.saved, outputs.of(data), data, table)
-
-
 def named(table: Table, codec: Codec, number: int) -> Row:
     """The field that names a row's series; none for a single series without a name."""
     if codec.series:
@@ -131,7 +119,8 @@ def named(table: Table, codec: Codec, number: int) -> Row:
     return {BY_PLACE: number} if len(table.names) > 1 else {}  # unnamed series are told apart by their position
 
 
-def _forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
+def forecasts(saved: Saved, outputs: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
+    """Every step ahead of the last row of every series."""
     spec, codec = saved.spec.data, saved.task.codec
     levels, values = saved.task.levels, ForecastValues(table, data, codec, saved.spec, saved.task.bands)
     for number in range(len(outputs) // values.many):

@@ -25,7 +25,7 @@ from carrywave.errors import RunError, UserError, option
 from carrywave.kernels import random
 from carrywave.model.model import Model
 from carrywave.model.state import State
-from carrywave.prediction.outputs import Outputs
+from carrywave.prediction.outputs import HeadOutputs
 from carrywave.prediction.predicted import named
 from carrywave.prediction.saved_run import Saved
 from carrywave.tasks.forecast_values import ForecastValues
@@ -77,7 +77,7 @@ def sample_paths(saved: Saved, data: Sequences, table: Table, samples: int, step
         made = made if saved.mesh.world.rank == 0 else []
     else:
         kind = saved.spec.data.distribution
-        made = [drawn(kind, out[None], samples, generator(seed, number)) for number, out in enumerate(Outputs(saved).of(data))]
+        made = [drawn(kind, out[None], samples, generator(seed, number)) for number, out in enumerate(HeadOutputs(saved).of(data))]
     return _rows(saved, values, table, made, samples, steps)
 
 

@@ -6,8 +6,6 @@ their number. Shapes: N rows, of clients and for more of them; B clients of one 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from carrywave.data.files.fields import numbers
 from carrywave.data.tables.moments import standardise, unusable
 from carrywave.data.text.tokenizers import Words
-from carrywave.errors import DataError, RunError, UserError
+from carrywave.errors import DataError, UserError
 from carrywave.kernels.reference import Rest, step
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
@@ -29,21 +27,13 @@ from carrywave.model.heads.scoring import at_least_float32
 from carrywave.model.heads.step_numbers import StepNumbers
 from carrywave.model.model import Model
 from carrywave.prediction.saved_run import open_run
-from carrywave.runs.checkpoint.atomic_files import read_metadata, read_tensors, replacing, write_tensors, writing
 from carrywave.tasks.task import Task
 
 Client = str | int
 FIRST_ROWS = 8
 CLASSES = ("language", "classification", "tagging")  # tasks whose outputs are logits
-HEADS = (
-    Softmax,
-    PooledSoftmax,
-    AdaptiveSoftmax,
-    Sigmoid,
-    PooledSigmoid,
-    PooledNumbers,
-    StepNumbers,
-)  # of ours, those whose outputs are understood here
+# Of ours, those whose outputs are understood here.
+HEADS = (Softmax, PooledSoftmax, AdaptiveSoftmax, Sigmoid, PooledSigmoid, PooledNumbers, StepNumbers)
 
 
 def stepper(run: Path | str, *, device: str = "auto", model: nn.Module | None = None) -> Stepper:
@@ -89,8 +79,7 @@ class Stepper:
             raise UserError(f"a stepper cannot name the outputs of a head {type(head).__name__}; use predict")
         self._ends = task.document_ends  # after which a sequence begins anew
         recent_2 = [torch.full((1, 2), -1, device=self._function.device)] if self._ends is not None else []
-        self._initial = dict(zip([*self._function.names(), "recent"], [*self._function.initial, *recent_2], strict=False))
-        self._clients = Clients([*self._initial.values()])
+        self._clients = Clients([*self._function.initial, *recent_2])
         self._lock = Lock()
         names = codec.vocabulary if codec.task == "language" else codec.labels
         self.labels: tuple[str, ...] = tuple(names)  # what each of the probabilities is for; none if tokens are bytes, pairs or numbers
@@ -146,41 +135,6 @@ class Stepper:
         """Drop the state of a client that will not come back."""
         with self._lock:
             self._clients.forget(client)
-
-    def save(self, path: Path | str) -> None:
-        """Write the state of all clients as safetensors: a tensor [clients, …] for each part of it."""
-        path = Path(path)
-        with self._lock, torch.inference_mode():
-            names = self.clients
-            state = self._clients.read(self._clients.rows(names)) if names else [part[:0] for part in self._initial.values()]
-        about = {"clients": json.dumps(names), "weights": self._weights()}
-        with writing(f"the state of the clients in {path}"), replacing(path) as file:
-            write_tensors(file, dict(zip(self._initial, state, strict=True)), about, sealed=True)
-
-    def load(self, path: Path | str) -> None:
-        """Continue with the clients of a file that `save` wrote, in place of the present ones."""
-        path = Path(path)
-        about, tensors = read_metadata(path), read_tensors(path)
-        initial = self._initial
-        if not {"clients", "weights"} <= about.keys():
-            raise RunError(f"{path} has no clients in it; pass a file that a stepper has saved")
-        if about["weights"] != self._weights() or tensors.keys() != initial.keys():
-            raise RunError(f"{path} holds what other weights made of their inputs; pass the file that the stepper of this run has saved")
-        clients = Clients([*initial.values()])
-        with self._lock, torch.inference_mode():
-            names = json.loads(about["clients"])
-            if names:
-                clients.write(clients.rows(names), [tensors[name].to(part) for name, part in initial.items()])
-            self._clients = clients
-
-    def _weights(self) -> str:
-        """A hash of everything that the state depends on."""
-        digest = hashlib.sha256()
-        for module in (self._function.encoder, self._function.lstm, self._function.head):
-            for name, tensor in module.state_dict().items():
-                digest.update(name.encode())
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
 
     def _encoded(self, clients: Sequence[Client], rows: Any) -> Tensor:
         """The rows as the model reads them."""
@@ -254,11 +208,6 @@ class StepFunction:
             self.dtype, self.device = lstm.dtype, weights[0].w_ih.device
             acc = model.head.start(1, self.dtype, self.device) if self.pooled else ()  # type: ignore[operator]
             self.initial: list[Tensor] = [*(part[0] for carry in lstm.initial(1) for part in carry), *acc]
-
-    def names(self) -> list[str]:
-        """What each tensor of the state is."""
-        carries = [f"l{layer}.{part}" for layer in range(len(self.layers)) for part in self.cell.parts]
-        return carries + [f"pooled.{place}" for place in range(len(self.initial) - len(carries))]
 
     def __call__(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The head's output [B, …] for inputs [B, …], and the state after them; to be called in inference mode."""

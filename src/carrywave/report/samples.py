@@ -31,7 +31,7 @@ from carrywave.report.blocks import Block, Listing, Passage
 from carrywave.report.chart import WIDE, Area, Chart, Curve
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.tasks.forecast_values import ForecastValues
-from carrywave.tasks.metrics import Confusion, Metric
+from carrywave.tasks.metrics import Confusion
 from carrywave.tasks.span_metrics import TagConfusion
 from carrywave.tasks.transcription.decoding import greedy
 
@@ -121,7 +121,7 @@ def _outputs(saved: Saved, name: str, data: Sequences) -> Iterator[tuple[Tensor,
 
 def _by(saved: Saved, name: str, data: Sequences, group: str) -> Iterator[Listing]:
     """Which labels are taken for which, and how well each label, type of span or series is predicted; nothing if that takes too long."""
-    metrics, ends = list[Metric](), time.monotonic() + SECONDS
+    ends = time.monotonic() + SECONDS
 
     def tick(done: int, total: int) -> None:
         if time.monotonic() > ends:
@@ -129,13 +129,13 @@ def _by(saved: Saved, name: str, data: Sequences, group: str) -> Iterator[Listin
 
     part, details = saved.task.part(name, data), Details((group,))
     with suppress(_TimeIsUp):
-        evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, tick=tick, details=details, look=metrics.append)
+        evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, tick=tick, details=details)
     rows = details.rows.get(group, [])
-    for metric in metrics:
-        if isinstance(metric, TagConfusion):
-            group, rows = "type", metric.rows("type")
-        if isinstance(metric, Confusion):
-            yield _confusion(metric.labels, np.array(metric.counts_KK.tolist()))
+    metric = details.metric
+    if isinstance(metric, TagConfusion):
+        group, rows = "type", metric.rows("type")
+    if isinstance(metric, Confusion):
+        yield _confusion(metric.labels, np.array(metric.counts_KK.tolist()))
     if len(rows) > 1:
         key = next(key for key in ("nse", "mae", "targets") if key in rows[0])  # the worst series first, the most frequent labels
         rows = sorted(rows, key=lambda row: float(row[key]) * (1 if key == "nse" else -1))

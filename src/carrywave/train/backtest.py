@@ -27,7 +27,7 @@ from carrywave.data.tables.parts import PARTS, spans
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError, UserError, option
 from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
-from carrywave.prediction.outputs import Outputs
+from carrywave.prediction.outputs import HeadOutputs
 from carrywave.prediction.saved_run import Saved, check_bands, codec_of, files_of, open_run
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import Watcher
@@ -187,7 +187,7 @@ def backtest_spec(
 
 def forecast(saved: Saved, table: Table, origins: Origins, wanted: Sequence[int]) -> list[OriginForecast]:
     """Forecasts from some of the origins, each made with what was known at it alone. Empty on ranks other than 0. Collective."""
-    outputs, made = Outputs(saved), list[OriginForecast]()
+    outputs, made = HeadOutputs(saved), list[OriginForecast]()
     spec, codec = saved.spec.data, saved.task.codec
     for origin in wanted:
         numbers = np.flatnonzero(origins.made_SO[:, origin])

@@ -22,13 +22,12 @@ from carrywave.model.heads.forecast import Forecast
 from carrywave.model.model import Model
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.world import from_rank_0, raise_on_all
-from carrywave.prediction.evaluation import evaluate
+from carrywave.prediction.evaluation import Details, evaluate
 from carrywave.runs.checkpoint.snapshot import weights_metadata
 from carrywave.runs.run_place import BANDS
 from carrywave.spec.spec import Spec
 from carrywave.tasks.bands import fitting, within_own
 from carrywave.tasks.kept_forecasts import KeptForecasts
-from carrywave.tasks.metrics import Metric
 from carrywave.train.evaluations import DataParts, leave_if_asked
 from carrywave.train.loop import Loop
 
@@ -117,7 +116,7 @@ def _chosen_before(loop: Loop) -> float | None:
 
 def _kept(loop: Loop) -> KeptForecasts | None:
     """All forecasts of valid; None if the model gives something else."""
-    trainer, valid, seen = loop.trainer, loop.parts.valid, list[Metric]()
+    trainer, valid, details = loop.trainer, loop.parts.valid, Details()
     assert valid is not None
 
     def tick(done: int, total: int) -> None:
@@ -126,8 +125,8 @@ def _kept(loop: Loop) -> KeptForecasts | None:
             leave_if_asked(loop.stop, trainer.mesh.world, done)
 
     part, by = replace(valid, kept=True), (trainer.stage, trainer.capture, trainer.evaluation_trial)
-    evaluate(trainer.model, loop.task, part, mesh=trainer.mesh, stage=by[0], capture=by[1], trial=by[2], tick=tick, look=seen.append)
-    return seen[0] if seen and isinstance(seen[0], KeptForecasts) else None
+    evaluate(trainer.model, loop.task, part, mesh=trainer.mesh, stage=by[0], capture=by[1], trial=by[2], tick=tick, details=details)
+    return details.metric if isinstance(details.metric, KeptForecasts) else None
 
 
 def _take(loop: Loop, share: float) -> None:
