@@ -123,7 +123,7 @@ def reference() -> str:
         "Relative paths are relative to the current directory, wherever the spec file is. A key that is set where it acts on nothing, such",
         "as `train.patience` without `train.schedule=plateau`, has no effect; of the commonest of these a line says so.",
         "",
-        "Numbers may be written `3e-4`, `1e5`, `.5`, `1_000`, `0x1f` or `0b1`; `010` and `1:30` (8 and 90 in YAML) are rejected.",
+        "Numbers may be written `3e-4`, `1e5`, `.5`, `1_000`, `0x1f` or `0b1`; `010` is ten and `1:30` is text, unlike in YAML 1.1.",
         "Only `true` and `false` are booleans, dates are text, and text that looks like a number needs quotes in a file.",
         "",
     ]
