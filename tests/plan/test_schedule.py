@@ -256,15 +256,15 @@ UP, BACK = StageTask("F", 1, 0), StageTask("B", 1, 0)
     ("schedule", "message"),
     [
         (broken([B0, F0], chunks=1), "deadlocks: B0 on stage 0 waits"),
-        (broken([F1], chunks=2), "F0 is missing from stage 0"),
-        (broken([F0, B0, B0], chunks=1), "B0 appears 2 times on stage 0"),
-        (broken([F0, StageTask("F", 1, 0)], [], chunks=1), "F0 of stage 1 does not belong on stage 0"),
+        (broken([F1], chunks=2), "F0 is 0 times on stage 0, not 1"),
+        (broken([F0, B0, B0], chunks=1), "B0 is 2 times on stage 0, not 1"),
+        (broken([F0, StageTask("F", 1, 0)], [], chunks=1), "F0 is 1 times on stage 0, not 0"),
         (broken([F0, B0, H0], [UP, BACK], chunks=1), "deadlocks: B0 on stage 0, B0 on stage 1 wait"),
-        (broken([F0, H0, B0], [UP, StageTask("H", 1, 0), BACK], chunks=1), "H0 appears 2 times in the schedule"),
-        (broken([F0, F1, H0, StageTask("B", 0, 1), B0], chunks=2), "H1 is missing from the schedule"),
-        (broken([F0, H0, StageTask("H", 0, 1), B0], chunks=1), "H1 scores a chunk that does not exist"),
+        (broken([F0, H0, B0], [UP, StageTask("H", 1, 0), BACK], chunks=1), "H0 is 2 times in the schedule, not 1"),
+        (broken([F0, F1, H0, StageTask("B", 0, 1), B0], chunks=2), "H1 is 0 times in the schedule, not 1"),
+        (broken([F0, H0, StageTask("H", 0, 1), B0], chunks=1), "H1 is 1 times in the schedule, not 0"),
         (broken([F0, W, B0], chunks=1), "deadlocks: W on stage 0 waits"),
-        (broken([F0, B0, W], [UP, BACK], chunks=1), "W is missing from stage 1"),
+        (broken([F0, B0, W], [UP, BACK], chunks=1), "W is 0 times on stage 1, not 1"),
         (
             # Stage 0 wants micro-batch a back first, stage 1 gives it b first but only once stage 0 has sent it.
             Schedule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -12,8 +13,6 @@ from carrywave.plan.memory import Memory
 from carrywave.plan.plan import Plan
 from carrywave.plan.simulation import Timeline
 from carrywave.plan.units import Units
-
-_HALVINGS = 30  # of the range in which the time of the slowest stage is looked for
 
 
 @dataclass(frozen=True)
@@ -122,31 +121,11 @@ class Predictor:
 
 
 def balanced(units: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[int, ...]:
-    """The first unit of every stage but the first, such that the largest cost (stage, first unit, end) is smallest.
-
-    Costs do not decrease with more units, so that whether a limit can be kept is seen by filling one stage after another; the smallest
-    limit is found by halving.
-    """
-
-    def filled(limit: float) -> tuple[int, ...] | None:
-        edges = [0]
-        for stage in range(stages):
-            first, most = edges[-1], units - (stages - stage - 1)
-            last = first
-            while last < most and cost(stage, first, last + 1) <= limit:
-                last += 1
-            if last == first:
-                return None
-            edges.append(last)
-        return tuple(edges[1:-1]) if edges[-1] == units else None
-
-    low, high = 0.0, max(cost(stage, 0, units) for stage in range(stages))
-    best = filled(high) or ()
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        found = filled(middle)
-        if found is None:
-            low = middle
-        else:
-            high, best = middle, found
-    return best
+    """The first unit of every stage but the first, such that the largest cost (of stage, first unit, end) is smallest."""
+    best: list[tuple[float, tuple[int, ...]]] = [(cost(0, 0, end), ()) if end else (math.inf, ()) for end in range(units + 1)]
+    for stage in range(1, stages):
+        best = [
+            min(((max(best[first][0], cost(stage, first, end)), (*best[first][1], first)) for first in range(stage, end)), default=best[0])
+            for end in range(units + 1)
+        ]
+    return best[units][1]

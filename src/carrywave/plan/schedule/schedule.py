@@ -186,37 +186,24 @@ def needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
 
 def check(schedule: Schedule) -> None:
     """Reject a schedule in which a task is missing, duplicated or on the wrong stage."""
-    if not schedule.stages or not schedule.chunks:
-        raise PlanError("a schedule without stages or micro-batches has nothing to run; pass at least one of each")
+    positions, last = forwards_of(schedule.chunks), len(schedule.stages) - 1
     phases: tuple[Phase, ...] = ("F", "B") if schedule.backward else ("F",)
-    wanted = [(phase, chunk, part) for phase in phases for chunk, part in forwards_of(schedule.chunks)]
-    if schedule.backward:
-        wanted += [("W", 0, part) for part in range(schedule.micro_batches) if part in schedule.deferred]
-    heads: list[StageTask] = []
     for stage, tasks in enumerate(schedule.stages):
-        counts = Counter(tasks)
-        for phase, chunk, part in wanted:
-            task = StageTask(phase, stage, chunk, part)
-            if (times := counts.pop(task, 0)) != 1:
-                fact = "is missing from" if times == 0 else f"appears {times} times on"
-                raise PlanError(f"{name(task, schedule)} {fact} stage {stage}; a stage must run each of its tasks once")
-        for task in counts:
-            if task.phase != "H" or task.stage != stage or not schedule.backward:
-                raise PlanError(f"{name(task, schedule)} of stage {task.stage} does not belong on stage {stage}; remove it")
-        heads += counts.elements()
-    _check_heads(schedule, heads)
+        wanted = Counter(StageTask(phase, stage, *position) for phase in phases for position in positions)
+        wanted.update(StageTask("W", stage, 0, part) for part in range(schedule.micro_batches) if part in schedule.deferred)
+        _compare(Counter(task for task in tasks if task.phase != "H" or task.stage != stage), wanted, f"on stage {stage}", schedule)
+    # A shared head scores each chunk once, on any stage.
+    heads = Counter(StageTask("H", last, task.chunk, task.micro_batch) for tasks in schedule.stages for task in tasks if task.phase == "H")
+    scored = positions if heads and schedule.backward else []
+    _compare(heads, Counter(StageTask("H", last, *position) for position in scored), "in the schedule", schedule)
 
 
-def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
-    """Check that a shared head scores each chunk exactly once, on any stage."""
-    counts = Counter((task.chunk, task.micro_batch) for task in heads)
-    last = len(schedule.stages) - 1
-    for position in forwards_of(schedule.chunks) if heads else []:
-        if (times := counts.pop(position, 0)) != 1:
-            fact = "is missing from" if times == 0 else f"appears {times} times in"
-            raise PlanError(f"{name(StageTask('H', last, *position), schedule)} {fact} the schedule; the head must run once on each chunk")
-    for position in counts:
-        raise PlanError(f"{name(StageTask('H', last, *position), schedule)} scores a chunk that does not exist; remove it")
+def _compare(found: Counter[StageTask], wanted: Counter[StageTask], where: str, schedule: Schedule) -> None:
+    for task in [*wanted, *found]:
+        if found[task] != wanted[task]:
+            raise PlanError(
+                f"{name(task, schedule)} is {found[task]} times {where}, not {wanted[task]}; a stage runs each of its tasks once"
+            )
 
 
 def durations(
