@@ -9,7 +9,6 @@ turns (a round gives each one block of calls; the median over rounds counts):
   resets, on the sequences between them, split and padded to the longest (where they begin is known beforehand); not with noise;
 - cuDNN in a graph: the same call, captured. Packing reads the lengths on the host and cannot be captured, so with lengths cuDNN runs all
   steps with the padding masked (our `aten` backend);
-- reference: the loop in plain PyTorch, timed once, only without dropout and only if it takes at most a second;
 - compiled eager: for norms inside the cell, a loop over steps that torch.compile has compiled;
 - plain: ours in a graph, without the resets or the noise of the row.
 
@@ -34,54 +33,38 @@ from benchmarks.peers.gpu_stacks import Stack, StackCase, relative_error
 from carrywave.errors import UserError
 from carrywave.kernels.hopper import persistent
 
-# Upper limits in milliseconds for bf16 without padding, with or without dropout.
-TARGETS_MS = {
-    (1, 256, 64, 256): 0.9,
-    (1, 512, 64, 256): 1.3,
-    (1, 1024, 16, 256): 1.3,
-    (1, 1024, 64, 256): 2.5,
-    (1, 1024, 256, 256): 8.5,
-    (1, 2048, 64, 256): 8.5,
-    (2, 650, 20, 35): 0.45,
-    (4, 1024, 64, 128): 5.0,
-    (8, 1024, 64, 128): 10.0,
-    (8, 512, 128, 256): 13.0,
-}
-WAVE = (8, 512, 16, 256)  # running layers concurrently pays off here: the target is a quarter of the time of cuDNN in a graph
-AWD = (2, 1150, 100, 70)  # the wide layers of AWD-LSTM
 SHAPES = (
-    *TARGETS_MS,
-    WAVE,
+    (1, 256, 64, 256),
+    (1, 512, 64, 256),
+    (1, 1024, 16, 256),
+    (1, 1024, 64, 256),
+    (1, 1024, 256, 256),
+    (1, 2048, 64, 256),
+    (2, 650, 20, 35),
+    (4, 1024, 64, 128),
+    (8, 1024, 64, 128),
+    (8, 512, 128, 256),
+    (8, 512, 16, 256),
     (1, 512, 512, 128),
     (4, 768, 128, 128),
     (2, 1500, 20, 35),
     (1, 2048, 16, 256),
     (1, 128, 64, 256),
     (2, 200, 20, 35),
-    AWD,
+    (2, 1150, 100, 70),
 )
 QUICK = ((1, 128, 16, 32), (2, 64, 8, 16))
 GRU_SHAPES = ((1, 512, 64, 256), (2, 650, 20, 35), (1, 1024, 64, 256), (1, 256, 64, 256), (4, 512, 16, 128))
-GRU_RATIOS = {(1, 512, 64, 256): 2.5, (2, 650, 20, 35): 2.5, (1, 1024, 64, 256): 1.7}  # times cuDNN in a graph, at least
 MARKED_SHAPES = ((1, 256, 128, 128), (1, 512, 256, 128))
 MARKS = {"resets": 0.03, "zoneout": 0.1, "recurrent_dropout": 0.25}
 NORM_SHAPES = ((1, 512, 64, 128), (1, 1024, 64, 128))
 HEAD_SHAPES = (((1, 768, 16, 1024), 12), ((1, 768, 16, 1024), 6), ((1, 1024, 64, 256), 8))  # with the number of heads
-NORM_RATIO = 5.0  # times the compiled loop, at least
-RESETS_SHARE, NOISE_SHARE = 1.05, 1.1  # of the time without them, at most
-LENGTHS_SHARE = 0.8  # of the time without padding, at most
 MOST_ERROR = 1.5  # times cuDNN's error, at most
 
-PEERS = ("cudnn_eager", "cudnn_graph", "reference", "compiled_eager")
+PEERS = ("cudnn_eager", "cudnn_graph", "compiled_eager")
 OURS = ("ours_eager", "ours_graph", "plain_graph")
 BLOCK_MS, BUDGET_MS, ROUNDS = 4.0, 400.0, (3, 15)
 ERROR_STEPS = 32
-REFERENCE_STEPS, REFERENCE_SECONDS = 8, 1.0  # extrapolated from this many steps; skipped if it would take longer
-
-# Best rates measured on an H200.
-FLOPS_PER_SECOND, BYTES_PER_SECOND, BARRIER_US = 762e12, 4.28e12, 0.95
-ON_CHIP_BYTES = 8 * 2048**2  # of recurrent weights that fit in shared memory and registers
-BROADCAST_US = (0.45, 0.65)  # of h forward, of gate gradients backward, for 64 lanes × 1,024 units, in addition to the barrier
 
 
 @dataclass
@@ -101,12 +84,9 @@ def run(*, quick: bool = False, rows: Sequence[str] = ()) -> list[dict[str, obje
     if forced:
         raise UserError(f"CARRYWAVE_KERNEL={forced} forces one backend, but this benchmark compares several; unset it")
     table: list[dict[str, object]] = []
-    padded_ms: dict[StackCase, float] = {}
     for case in cases(quick=quick, rows=rows):
         measured = measure(case, device, budget_ms=BUDGET_MS / 10 if quick else BUDGET_MS)
-        if not case.lengths and "ours_graph" in measured.ms:
-            padded_ms[case] = measured.ms["ours_graph"]
-        table.append(row_of(case, torch.cuda.get_device_name(device), measured, padded_ms.get(replace(case, lengths=False))))
+        table.append(row_of(case, torch.cuda.get_device_name(device), measured))
     return table
 
 
@@ -138,67 +118,11 @@ def _picks(words: frozenset[str], case: StackCase) -> bool:
     return words <= case.words and (not case.special or bool(words & case.special))
 
 
-def floor_ms(layers: int, hidden: int, lane_steps: Sequence[int]) -> float:
-    """A lower bound on the time of forward and backward of a stack on an H200; `lane_steps` are the real steps of each lane.
-
-    Four matrix products over all real steps (input projection, input gradient, two weight gradients), each 8·H² operations per step, lane
-    and layer, run at the rate of a large matmul. At every step the recurrence waits for a grid-wide barrier and for the data that all
-    thread blocks must read (the lanes' h or gate gradients, which grows with lanes × units). Its own matmul, and reading weights that do
-    not fit on chip, overlap with that wait if they are shorter. Layers run one after another in T × L steps or, if the recurrent weights
-    of all layers fit on chip together, concurrently in T + L - 1 steps; the smaller time counts.
-    """
-    whole_ms = layers * 4 * 8 * sum(lane_steps) * hidden**2 / FLOPS_PER_SECOND * 1e3
-    lanes_T = [sum(steps > t for steps in lane_steps) for t in range(max(lane_steps))]
-
-    def steps_us(lanes: int, at_once: int) -> float:
-        return sum(_step_us(hidden, lanes, at_once, broadcast_us) for broadcast_us in BROADCAST_US)
-
-    recurrence_us = layers * sum(steps_us(lanes, 1) for lanes in lanes_T)
-    if layers * 8 * hidden**2 <= ON_CHIP_BYTES:
-        wave_us = sum(steps_us(lanes, layers) for lanes in lanes_T) + (layers - 1) * steps_us(lanes_T[0], layers)
-        recurrence_us = min(recurrence_us, wave_us)
-    return whole_ms + recurrence_us / 1e3
-
-
-def _step_us(hidden: int, lanes: int, layers: int, broadcast_us: float) -> float:
-    """A lower bound on one step in one direction, with this many layers running concurrently."""
-    exchange_us = BARRIER_US + broadcast_us * lanes * hidden / (64 * 1024)
-    product_us = layers * 8 * lanes * hidden**2 / FLOPS_PER_SECOND * 1e6
-    weights_us = max(0, layers * 8 * hidden**2 - ON_CHIP_BYTES) / BYTES_PER_SECOND * 1e6
-    return max(exchange_us, product_us, weights_us)
-
-
-def target_ms(case: StackCase, ms: Mapping[str, float], padded_ms: float | None) -> float | None:
-    """The most milliseconds ours may take in a graph; None if the measurement it depends on is missing."""
-    if case.marked:
-        share = RESETS_SHARE if case.resets else NOISE_SHARE
-        return None if "plain_graph" not in ms else share * ms["plain_graph"]
-    if case.lengths:
-        return None if padded_ms is None else LENGTHS_SHARE * padded_ms
-    if case.dtype == "fp16":
-        return _best(ms)
-    graph_ms = ms.get("cudnn_graph")
-    if case.norm:
-        return None if "compiled_eager" not in ms else ms["compiled_eager"] / NORM_RATIO
-    if case.heads > 1:
-        return None
-    if case.cell == "gru":
-        return None if graph_ms is None else graph_ms / GRU_RATIOS.get(case.shape, 1.0)
-    if case.shape == WAVE:
-        return None if graph_ms is None else graph_ms / 4
-    return TARGETS_MS.get(case.shape, graph_ms)
-
-
-def _best(ms: Mapping[str, float]) -> float | None:
-    return min((ms[name] for name in PEERS if name in ms), default=None)
-
-
-def row_of(case: StackCase, device: str, measured: Measured, padded_ms: float | None) -> dict[str, object]:
-    """The row of a case. `padded_ms` is the time of ours without lengths, when every step is real."""
-    ms, best_ms = measured.ms, _best(measured.ms)
+def row_of(case: StackCase, device: str, measured: Measured) -> dict[str, object]:
+    """The row of a case."""
+    ms = measured.ms
+    best_ms = min((ms[name] for name in PEERS if name in ms), default=None)
     ours_ms = ms.get("ours_graph")
-    least_ms = floor_ms(case.layers, case.hidden, case.lane_steps)
-    wanted_ms = target_ms(case, ms, padded_ms)
     notes = list(measured.notes)
     if len(measured.errors) == 2 and not measured.errors["ours"] <= MOST_ERROR * measured.errors["cudnn"]:
         notes.append(f"ours: its error is more than {MOST_ERROR} times cuDNN's")
@@ -212,9 +136,6 @@ def row_of(case: StackCase, device: str, measured: Measured, padded_ms: float | 
         "dropout": case.dropout,
         **{f"{name}_ms": None if name not in ms else round(ms[name], 3) for name in (*PEERS, *OURS)},
         "ratio": None if ours_ms is None or best_ms is None else round(best_ms / ours_ms, 2),
-        "floor_ms": round(least_ms, 3),
-        "of_floor": None if ours_ms is None else round(least_ms / ours_ms, 3),
-        "target_ms": None if wanted_ms is None else round(wanted_ms, 3),
         **{f"{who}_error": None if who not in measured.errors else float(f"{measured.errors[who]:.2e}") for who in ("ours", "cudnn")},
         "auto": measured.auto,
         "note": "; ".join(notes),
@@ -238,8 +159,6 @@ def measure(case: StackCase, device: torch.device, *, budget_ms: float) -> Measu
         measured.notes.append(f"ours: {refused}")
     unmarked = Stack(replace(case, resets=0.0, zoneout=0.0, recurrent_dropout=0.0), device) if case.marked else None
     calls = _calls(stack, unmarked, refused, measured)
-    if case.dropout == 0.0:
-        _time_reference(case, stack, measured)
     timed = timing.time_calls(calls, block_ms=BLOCK_MS, budget_ms=budget_ms, rounds=ROUNDS)
     measured.ms |= {name: statistics.median(values) for name, values in timed.items()}
     compared = (
@@ -277,14 +196,6 @@ def _calls(stack: Stack, unmarked: Stack | None, refused: str, measured: Measure
             torch.cuda.synchronize()
             measured.notes.append(f"{name}: {timing.one_line(error)}")
     return calls
-
-
-def _time_reference(case: StackCase, stack: Stack, measured: Measured) -> None:
-    short = Stack(replace(case, steps=min(case.steps, REFERENCE_STEPS)), stack.x_TBI.device)
-    short.ours("reference")
-    expected_ms = timing.elapsed_ms(partial(short.ours, "reference"), 1) * case.steps / short.case.steps
-    if expected_ms <= 1e3 * REFERENCE_SECONDS:
-        measured.ms["reference"] = timing.elapsed_ms(partial(stack.ours, "reference"), 1)
 
 
 def _errors(case: StackCase, device: torch.device, wanted: Sequence[str], measured: Measured) -> dict[str, float]:

@@ -7,20 +7,17 @@ All variants run in the same worker processes, one thread each, with the same mo
 - torch.distributed.pipelining's GPipe and 1F1B, each with the best number of micro-batches;
 - DDP and torch's pipelines run twice: with the fastest LSTM, which may be ours, and with nn.LSTM, which most programs use;
 - replicas: ours, with the same global batch as DDP; replicas x wavefront: both;
-- wavefront: with several numbers of chunks, with the head's work shared by all workers, with micro-batches as well (1F1B), and with
-  recomputation.
+- wavefront: with several numbers of chunks, with the head's work shared by all workers, and with micro-batches as well (1F1B).
 
-A loop is timed only if its losses over the first steps match the serial ones. Peak memory is a worker's high-water mark above its level
-before the model was built, as recorded by the operating system, in fresh processes for each loop; `--speed-only` leaves it out.
-`--workers 2,4` says how many, instead of up to one for two cores.
+A loop is timed only if its losses over the first steps match the serial ones. `--workers 2,4` says how many, instead of up to one for two
+cores.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -28,7 +25,7 @@ import torch
 from benchmarks.harness.command import main
 from benchmarks.harness.shapes import BATCHES, LanguageShape
 from benchmarks.harness.timing import spread
-from benchmarks.harness.workers import Loop, TimedWorkers, crew_sizes, memory_mib, printed, reset_peak, start, time_loops, timed_block
+from benchmarks.harness.workers import Loop, TimedWorkers, crew_sizes, printed, start, time_loops, timed_block
 from benchmarks.peers import pipeline_loops as peers
 from benchmarks.peers.pipeline_loops import Step, balanced_cuts
 from carrywave.data.batch import Batch
@@ -61,7 +58,6 @@ class Variant:
     family: str
     micro_batches: int = 1  # parts of the lanes
     chunks: int = 1  # parts of the window
-    recompute: bool = False
     share_head: bool = False
     replicas: int = 1  # of a pipeline, or of single workers
 
@@ -69,7 +65,7 @@ class Variant:
     def name(self) -> str:
         """The name shown in the table."""
         parts = [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1) + [f"{self.chunks} chunks"] * (self.chunks > 1)
-        ending = (" recompute" if self.recompute else "") + (", head shared" if self.share_head else "")
+        ending = ", head shared" if self.share_head else ""
         family = f"{self.replicas} {self.family}" if self.replicas > 1 else self.family
         return family + (f" {' x '.join(parts)}" if parts else "") + ending
 
@@ -83,7 +79,7 @@ class Variant:
         stages = workers // self.replicas
         cuts = balanced_cuts(case, stages, share_head=self.share_head)
         chunk_steps = -(-case.steps // self.chunks) if self.chunks > 1 else None
-        how: dict[str, Any] = {"micro_batches": self.micro_batches, "recompute": self.recompute, "share_head": self.share_head}
+        how: dict[str, Any] = {"micro_batches": self.micro_batches, "share_head": self.share_head}
         return Plan(self.replicas, stages, cuts=cuts, chunk_steps=chunk_steps, **how)
 
     def bubble(self, workers: int) -> float | None:
@@ -91,8 +87,7 @@ class Variant:
         stages = workers // self.replicas
         if not self.ours or self.family == "serial" or stages == 1:
             return None
-        options = ({"share_head": True} if self.share_head else {}) | ({"defer_weights": False} if self.recompute else {})
-        return round(schedules.bubble(schedules.wavefront(stages, (self.chunks,) * self.micro_batches, **options)), 3)
+        return round(schedules.bubble(schedules.wavefront(stages, (self.chunks,) * self.micro_batches, share_head=self.share_head)), 3)
 
 
 def variants_of(case: LanguageShape, size: int) -> list[Variant]:
@@ -109,28 +104,23 @@ def variants_of(case: LanguageShape, size: int) -> list[Variant]:
         found += [Variant(f"torch GPipe{kind}", micro_batches=count) for count in micro]
         found += [Variant(f"torch 1F1B{kind}", micro_batches=count) for count in micro if count >= size]
     found += [Variant("wavefront", chunks=count, share_head=shared) for count in chunks for shared in (False, True)]
-    return [*found, Variant("wavefront", micro_batches=4, chunks=4), Variant("wavefront", chunks=best, recompute=True)]
+    return [*found, Variant("wavefront", micro_batches=4, chunks=4)]
 
 
-def run(*, quick: bool = False, workers: Sequence[int] = (), speed_only: bool = False) -> list[Row]:
+def run(*, quick: bool = False, workers: Sequence[int] = ()) -> list[Row]:
     """One row per loop. A case with fewer layers than workers has only loops with replicas; with fewer than half as many, none."""
     rows: list[Row] = []
     for size in workers or ([2] if quick else crew_sizes()):
         for case in (QUICK,) if quick else (*CASES, WIDE) if size >= 8 else CASES:
             if size <= 2 * case.layers:
-                rows += printed(_compare(case, size, quick=quick, memory=not speed_only))
+                rows += printed(_compare(case, size, quick=quick))
     return rows
 
 
-def _compare(case: LanguageShape, size: int, *, quick: bool, memory: bool) -> list[Row]:
+def _compare(case: LanguageShape, size: int, *, quick: bool) -> list[Row]:
     rounds, seconds = (2, 0.02) if quick else (3, 0.5)
     job = {"case": asdict(case), "variants": [asdict(each) for each in variants_of(case, size)], "rounds": rounds, "seconds": seconds}
     timed = start(__name__, job, size)[0]
-    for row in timed if memory else ():
-        # Every loop needs fresh workers, which take seconds to start, so the quick form measures only two loops.
-        if not quick or Variant(**row["variant"]) in (Variant("serial"), Variant("wavefront", chunks=4)):
-            one = {"memory": True, "case": asdict(case), "variant": row["variant"], "lstm": row["lstm"]}
-            row["peaks"] = [each["peak_mib"] for rows in start(__name__, one, size, exact_memory=True) for each in rows]
     return rows_of(case, size, timed)
 
 
@@ -143,7 +133,6 @@ def rows_of(case: LanguageShape, size: int, timed: Sequence[Row]) -> list[Row]:
     serial_ms = min(best["serial"], best["serial PyTorch"])
     nn_lstm_ms = min((best[f"{family}{TORCH}"] for family in PIPELINES if f"{family}{TORCH}" in best), default=None)
     pipelining_ms = min((best[family] for family in PIPELINES if family in best), default=None)
-    serial_mib = next((max(row["peaks"]) for row in timed if row["variant"]["family"] == "serial" and "peaks" in row), None)
     over = {
         "over_pipelining": None if pipelining_ms is None or nn_lstm_ms is None else min(pipelining_ms, nn_lstm_ms),
         "over_pipelining_nn_lstm": nn_lstm_ms,
@@ -152,7 +141,7 @@ def rows_of(case: LanguageShape, size: int, timed: Sequence[Row]) -> list[Row]:
     }
     rows: list[Row] = []
     for row in timed:
-        variant, step_ms, peaks = Variant(**row["variant"]), row["step_ms"], row.get("peaks")
+        variant, step_ms = Variant(**row["variant"]), row["step_ms"]
         used = 1 if variant.family.startswith("serial") else size
         rows.append(
             {
@@ -166,9 +155,6 @@ def rows_of(case: LanguageShape, size: int, timed: Sequence[Row]) -> list[Row]:
                 "efficiency": round(serial_ms / step_ms / used, 3),
                 **{name: None if theirs is None else round(theirs / step_ms, 3) for name, theirs in over.items()},
                 "bubble": variant.bubble(size),
-                "peak_mib": None if peaks is None else round(max(peaks), 1),
-                "peak_share": None if peaks is None or serial_mib is None else round(max(peaks) / serial_mib, 3),
-                "peak_mib_each": None if peaks is None else " ".join(f"{each:.0f}" for each in peaks),
             }
         )
     return rows
@@ -178,11 +164,8 @@ def rows_of(case: LanguageShape, size: int, timed: Sequence[Row]) -> list[Row]:
 
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
-    """Entry point of every worker: time all loops in turn, or measure the memory of one."""
+    """Entry point of every worker: time all loops in turn."""
     crew, case = TimedWorkers(world), LanguageShape(**job["case"])
-    if "memory" in job:
-        yield from _remember(crew, case, Variant(**job["variant"]), job["lstm"])
-        return
     # The fastest LSTM for the peers, on a worker's share of the lanes under data parallelism, which is also a typical micro-batch; and the
     # fastest of torch's own.
     lstms = peers.fastest_lstm(crew, case, max(1, case.lanes // crew.size)), peers.fastest_lstm(crew, case, case.lanes, peers.LSTMS[:2])
@@ -268,22 +251,6 @@ def check_losses(losses: dict[str, list[float]], reference: str) -> None:
         for number, (value, wanted) in enumerate(zip(values, serial, strict=True)):
             if not abs(value - wanted) <= allowed:
                 raise RunError(f"{name} has loss {value} at step {number}, but {reference} has {wanted}; fix that before comparing speed")
-
-
-def _remember(crew: TimedWorkers, case: LanguageShape, variant: Variant, lstm: str) -> Iterator[Row]:
-    """Measure peak memory over a few steps, above the level before the model was built."""
-    # Warm up with a small model, so that libraries, threads and connections created by any first step are not counted.
-    small = replace(case, hidden=16, vocabulary=50, steps=max(8, variant.chunks * 2))
-    for size in (small, case):
-        gc.collect()
-        before = memory_mib()
-        loop = loop_of(variant, size, crew, lstm)
-        gc.collect()
-        reset_peak()
-        for number in range(3):
-            _mean_loss(crew, loop, number)
-    if loop is not None:
-        yield {"peak_mib": memory_mib("VmHWM") - before}
 
 
 if __name__ == "__main__":

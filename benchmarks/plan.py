@@ -1,9 +1,9 @@
-"""Claim: the plan that `carrywave plan` chooses is close to the fastest, and its prediction to what a step takes.
+"""Claim: the plan that training chooses by real steps is close to the fastest, and the prediction of `carrywave plan` to what a step takes.
 
-Ten recipes of examples/ with data made up in the sizes of theirs, by the commands that a user has: `carrywave plan` proposes a plan for
-`--devices N` (2 by default) and names others; each of them, and one device, is then trained for a few steps with `carrywave train`. The
-median of the steps counts, without the first. `of_best` is the time relative to the fastest plan of the recipe, targets: 1.05 for the one
-chosen; `error` is that of the prediction.
+Ten recipes of examples/ with data made up in the sizes of theirs, by the commands that a user has: `carrywave train --devices N` (2 by
+default) chooses a plan, and `carrywave plan` predicts that one and others; each of them, and one device, is then trained for a few steps.
+The median of the steps counts, without the first. `of_best` is the time relative to the fastest plan of the recipe, targets: 1.05 for the
+one chosen; `error` is that of the prediction.
 """
 
 from __future__ import annotations
@@ -127,18 +127,23 @@ def _compared(name: str, folder: Path, devices: int, device: str, *, quick: bool
         path = folder / f"{part}{'.csv' if spec['task'] in ('forecasting', 'regression') else '.jsonl' if text[0] == '{' else '.txt'}"
         path.write_text(text, encoding="utf-8")
         words.append(f"data.{part}={path.name}")
-    _call(folder, "plan", *words, "--devices", str(devices), "--device", device, "--json", "plan.json")
+    _step_ms(folder, words, {}, devices, "chosen", device, 1)
+    known = json.loads((folder / "chosen" / "plan.json").read_text())
+    keys = ("replicas", "stages", "cuts", "chunk_steps", "micro_batches", "share_head", "recompute")
+    asked = "plan=" + json.dumps({key: known[key] for key in keys if known[key]})
+    _call(folder, "plan", *words, asked, "--devices", str(devices), "--device", device, "--json", "plan.json")
     choice = json.loads((folder / "plan.json").read_text())
     plans = {json.dumps({"replicas": 1, "stages": 1}): None, json.dumps(choice["plan"]): choice["step_seconds"]}
-    for rival in choice["alternatives"]:
-        if "step_seconds" in rival and len(plans) < 2 + RIVALS:
-            plans.setdefault(json.dumps(rival["plan"]), rival["step_seconds"])
+    for rival in choice["alternatives"][:RIVALS]:
+        plans.setdefault(json.dumps(rival["plan"]), rival["step_seconds"])
     table: list[Row] = []
     for number, (plan, predicted) in enumerate(plans.items()):
         row: Row = {"recipe": name, "plan": plan, "chosen": "chosen" if plan == json.dumps(choice["plan"]) else ""}
         row |= {"predicted_ms": None if predicted is None else round(1e3 * predicted, 2), "measured_ms": None, "note": ""}
         try:
-            row["measured_ms"] = _step_ms(folder, words, plan, f"run-{number}", device, QUICK_STEPS if quick else STEPS)
+            asked = json.loads(plan)
+            workers = asked.get("replicas", 1) * asked.get("stages", 1)
+            row["measured_ms"] = _step_ms(folder, words, asked, workers, f"run-{number}", device, QUICK_STEPS if quick else STEPS)
         except RunError as error:
             row["note"] = str(error)
         table.append(row)
@@ -150,11 +155,10 @@ def _compared(name: str, folder: Path, devices: int, device: str, *, quick: bool
     return table
 
 
-def _step_ms(folder: Path, words: Sequence[str], plan: str, run: str, device: str, steps: int) -> float:
-    """Milliseconds of a step of this plan: the median over those of a run, without the first."""
-    asked = json.loads(plan)
-    devices = asked.get("replicas", 1) * asked.get("stages", 1)
-    keys = [f"plan={plan}", f"train.max_steps={steps}", "train.log_every=1", "train.snapshot_every=0", "train.warmup=0"]
+def _step_ms(folder: Path, words: Sequence[str], plan: Row, devices: int, run: str, device: str, steps: int) -> float:
+    """Milliseconds of a step of this plan, or of the one that training chooses: the median over those of a run, without the first."""
+    keys = [f"train.max_steps={steps}", "train.log_every=1", "train.snapshot_every=0", "train.warmup=0"]
+    keys += [f"plan={json.dumps(plan)}"] if plan else []
     _call(folder, "train", *words, *keys, "--devices", str(devices), "--device", device, "--run", run)
     lines = [json.loads(line) for line in (folder / run / "timing.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in lines if line["split"] == "train" and "seconds" in line]

@@ -1,4 +1,4 @@
-"""Runs multi-worker benchmarks in worker processes: loops that take turns, and memory.
+"""Runs multi-worker benchmarks in worker processes: loops that take turns.
 
 A benchmark module defines `work(world, job)`, which every worker calls; see `parallel.worker_pool`.
 
@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -29,16 +28,6 @@ from carrywave.parallel.world import World
 
 R = TypeVar("R", bound=Mapping[str, object])
 Loop = Callable[[int], int]  # runs step i; returns this worker's share of the real tokens
-
-# torch on Linux allocates through glibc or mimalloc. Both keep an unpredictable amount of freed memory for reuse; with these settings glibc
-# (whose threshold would otherwise grow) and mimalloc return it to the system at once.
-RETURN_AT_ONCE = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MIMALLOC_PURGE_DELAY": "0",
-    "MIMALLOC_ARENA_EAGER_COMMIT": "0",
-    "MIMALLOC_ABANDONED_PAGE_PURGE": "1",
-}
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -104,13 +93,9 @@ def printed(rows: Iterable[R]) -> list[R]:
     return kept
 
 
-def start(module: str, job: Mapping[str, Any], workers: int, *, exact_memory: bool = False) -> list[list[Row]]:
-    """Run the `work` of a benchmark's module in `workers` single-threaded processes; returns the rows of each, by rank.
-
-    `exact_memory` makes the allocator return freed tensors to the system at once, so that peak memory counts live tensors only.
-    """
-    extra = RETURN_AT_ONCE if exact_memory else {}
-    return worker_pool.start(module, job, workers, environment=extra, name=module)
+def start(module: str, job: Mapping[str, Any], workers: int) -> list[list[Row]]:
+    """Run the `work` of a benchmark's module in `workers` single-threaded processes; returns the rows of each, by rank."""
+    return worker_pool.start(module, job, workers, name=module)
 
 
 def crew_sizes(cores: int | None = None) -> list[int]:
@@ -141,22 +126,3 @@ def timed_block(crew: TimedWorkers, loop: Loop, steps: int, first: int) -> tuple
         tokens += loop(number)
     elapsed = crew.most(time.perf_counter() - begin)
     return elapsed, crew.sum(tokens)
-
-
-def memory_bytes(field: str = "VmRSS", process: int | str = "self") -> int:
-    """Memory of a process: VmRSS is its current size, VmHWM the peak since `reset_peak`, RssAnon without files; 0 if it has just exited."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
-
-
-def memory_mib(field: str = "VmRSS") -> float:
-    """The memory of this process, in MiB."""
-    return memory_bytes(field) / MIB
-
-
-def reset_peak() -> None:
-    """Reset the peak memory recorded by the operating system to the current size."""
-    Path("/proc/self/clear_refs").write_text("5")

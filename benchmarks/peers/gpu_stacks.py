@@ -55,11 +55,6 @@ class StackCase(StackShape):
         return " ".join(f"{name}{share:g}" for name, share in named if share)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Layers, units, lanes, steps."""
-        return self.layers, self.hidden, self.lanes, self.steps
-
-    @property
     def words(self) -> frozenset[str]:
         """The words that select this case."""
         own = (*self.name.split(), self.dtype, "lengths" if self.lengths else "padded", f"dropout{self.dropout:g}", self.cell)

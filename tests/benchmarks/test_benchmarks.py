@@ -18,12 +18,9 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
 GPU = [pytest.mark.gpu, pytest.mark.timeout(600)]
 BENCHMARKS = [
     ("calls", ["ours_ms", "torch_ms", "ratio"], ["--kinds", "lstm"], []),
-    ("stepper", ["stepper_ms", "plain_ms", "ratio"], [], []),
-    ("data", ["real_tokens_per_second", "waste", "ratio"], [], SLOW),
     ("train", ["tokens_per_second", "ratio", "target"], [], SLOW),
-    ("pipeline", ["step_ms", "over_ddp", "peak_mib"], ["--workers", "2"], SLOW),
+    ("pipeline", ["step_ms", "over_ddp", "bubble"], ["--workers", "2"], SLOW),
     ("plan", ["plan", "measured_ms", "of_best"], ["--device", "cpu"], SLOW),
-    ("sync", ["tokens_per_second", "loss_to_step"], [], SLOW),
     ("quality", ["figure", "figures", "note"], ["--sets", "waves"], SLOW),
     ("faults", ["noticed_s", "again_s", "equal", "once"], [], SLOW),
     ("kernels", ["cudnn_graph_ms", "ours_graph_ms", "ours_error"], [], GPU),
