@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Pipes carrywave's random words, in a named order, into a statistical test battery; docs/randomness.md has the results.
+"""Pipes carrywave's random words, in a named order, into a statistical test battery; docs/architecture.md#randomness has the results.
 
     scripts/random_stream.py                              list the orders
     scripts/random_stream.py units dieharder -a -g 200    pipe the words of one order into this command

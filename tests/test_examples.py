@@ -200,7 +200,7 @@ def test_the_readme_lists_every_example() -> None:
     assert {f"{name}.py" for name in (*ALONE, *MANY, *data)} == {name for name in there if name.endswith(".py")}
 
 
-@pytest.mark.parametrize("page", ["docs/python.md", "docs/policies.md", "docs/steps.md", "docs/tagging.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/python.md", "docs/prediction.md", "docs/models.md", "README.md"])
 def test_the_python_on_a_page_runs(page: str) -> None:
     """All blocks of a page in one program, one after the other."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -37,9 +37,9 @@ def test_the_metadata_is_complete() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"name", "description", "readme", "requires-python", "license", "authors", "keywords", "classifiers"} <= project.keys()
     assert all((ROOT / name).is_file() for name in (project["readme"], *project["license-files"]))
-    pages = (ROOT / "docs" / "install.md").read_text()
+    pages = (ROOT / "docs" / "commands.md").read_text()
     for extra in project["optional-dependencies"]:
-        assert f"`{extra}`" in pages, f"docs/install.md does not say what the extra {extra} is for"
+        assert f"`{extra}`" in pages, f"docs/commands.md does not say what the extra {extra} is for"
 
 
 def succeeded(*command: str, folder: Path, **variables: str) -> str:

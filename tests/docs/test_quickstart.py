@@ -16,7 +16,7 @@ import typer
 import carrywave
 from carrywave.cli.main import app
 
-PAGE = (Path(__file__).parents[2] / "docs/quickstart.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/index.md").read_text("utf-8")
 SECTIONS = ("A CSV file: forecasts", "A text file: a language model", "A JSONL file: a classifier")
 COMMANDS = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 BLOCK = re.compile(r"(?:^|(?<=\n))(?:[^\n]*Save this as `(?P<file>[^`]+)`:\n\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Each row of docs/usual-snippets.md: the usual snippet gives the number that the page calls wrong, and carrywave gives the right one.
+"""Each row of docs/coming-from.md: the usual snippet gives the number that the page calls wrong, and carrywave gives the right one.
 
 The snippets stand here as programs have them, without processes: what several ranks do is done in turn, and averaged as DDP does.
 """
@@ -26,13 +26,13 @@ from carrywave.data.sequences import View
 from carrywave.parallel.startup.launcher_env import WORKER, WorkerFile
 from carrywave.parallel.startup.rendezvous import find_store
 
-PAGE = (Path(__file__).parents[2] / "docs/usual-snippets.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/coming-from.md").read_text("utf-8")
 IGNORED = -100
 
 
 def says(heading: str, *numbers: str) -> None:
     """The section of the page has these numbers, each as it is written there."""
-    [section] = [each for each in re.split(r"^## ", PAGE, flags=re.MULTILINE) if each.startswith(f"{heading}\n")]
+    [section] = [each for each in re.split(r"^### ", PAGE, flags=re.MULTILINE) if each.startswith(f"{heading}\n")]
     for number in numbers:
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)", section), f"{heading}: {number} is not on the page"
 

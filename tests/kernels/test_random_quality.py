@@ -1,6 +1,6 @@
 """How good the keyed numbers are: how often words come again, whether masks are related, and the program that feeds batteries.
 
-docs/randomness.md holds what large batteries found. Keys are fixed here, so a test that has passed once passes again.
+docs/architecture.md#randomness holds what large batteries found. Keys are fixed here, so a test that has passed once passes again.
 """
 
 from __future__ import annotations

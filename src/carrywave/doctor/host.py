@@ -180,4 +180,4 @@ def of_gpu(device: torch.device, where: str) -> Iterator[Finding]:
     refusal = persistent.device_refusal(device.index or 0)
     broken = bool(refusal) and "needs a Hopper GPU" not in refusal
     fact = f"the persistent kernels do not run, cuDNN does: {refusal}" if refusal else "the persistent kernels run"
-    yield Finding("warning" if broken else "fine", "kernels", fact, "install what is missing (docs/kernels.md)" * broken, where)
+    yield Finding("warning" if broken else "fine", "kernels", fact, "install what is missing (docs/architecture.md)" * broken, where)

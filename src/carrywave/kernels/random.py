@@ -13,7 +13,7 @@ All arithmetic is on wrapping 32-bit words, so that any kernel can reproduce it:
 Coordinates are taken modulo 2**32. For each word, `absorb` is a bijection of (a, b), so no information is lost. Without the factor c | 1,
 values along the last coordinate would never repeat, and along the one before it they would repeat twice as often as by chance: b is a mix
 of a there, so swapping the two summands of mix(a ^ c) + b gives the value at another position. As an int32 the result is uniform;
-`uniform` is ((bits >> 8) + 2**23) / 2**24. docs/randomness.md describes how all this was tested.
+`uniform` is ((bits >> 8) + 2**23) / 2**24. docs/architecture.md#randomness describes how all this was tested.
 """
 
 from __future__ import annotations

@@ -28,6 +28,6 @@ class PlanSpec(Section):
     )
     kernel: Literal["auto", "reference", "aten", "manual", "persistent"] = Field(
         "auto",
-        description="backend of the recurrent layers, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL takes precedence",
+        description="backend of the recurrent layers, see docs/architecture.md; the environment variable CARRYWAVE_KERNEL takes precedence",
     )
     share_head: bool = Field(False, description="split the head's work over the stages; for a large vocabulary")

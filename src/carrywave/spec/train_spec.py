@@ -171,7 +171,7 @@ class TrainSpec(Section):
     sync: Literal["step", "local", "diloco", "async"] = Field(
         "step",
         description="when replicas exchange: at every step, as one device would compute; or, each another algorithm for slow links, see "
-        "docs/sync.md: local averages weights every sync_every steps, diloco takes an outer step on their difference, async pushes "
+        "docs/parallel.md: local averages weights every sync_every steps, diloco takes an outer step on their difference, async pushes "
         "gradients whenever they are ready, with a result that depends on timing",
     )
     sync_every: Positive = Field(

@@ -62,7 +62,7 @@ def failure(error: nvrtc.KernelError) -> str:
 
 
 def pays(x_TBI: Tensor, weights: Layer) -> bool:
-    """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/kernels.md). It is not if the lanes need many
+    """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/benchmarks.md). It is not if the lanes need many
     passes through a layer that is too wide for `stream.cu`, but for LSTMs of more than 1,280 units with up to 64 lanes; nor in fp16 for
     short sequences in layers so narrow that cuDNN has a persistent kernel for them. It always is if the width is no multiple of 8: then
     rows of the weights do not start at multiples of 16 bytes, and cuDNN's products are slow.

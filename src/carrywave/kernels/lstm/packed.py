@@ -1,8 +1,7 @@
 """Weights packed for products with few rows, of which a layer makes one at every step.
 
 Before it multiplies, MKL copies a weight into the order in which its kernel reads it. With as few rows as there are lanes, that takes up to
-half of the time, step after step. A packed weight is copied once a pass instead (`pass_cache`). docs/kernels.md has figures, also of what
-else was tried.
+half of the time, step after step. A packed weight is copied once a pass instead (`pass_cache`).
 
 Shapes: N rows, G outputs, I inputs.
 """
