@@ -164,7 +164,7 @@ def test_a_fixed_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_PORT", str(port))
         file = WorkerFile(one_host=True, store=tmp_path / "store")
         monkeypatch.setenv(WORKER, file.write(tmp_path / "worker.json")[WORKER])
-        first, second = (find_store(rank, 2, seconds=5.0) for rank in range(2))
+        first, second = (find_store(rank, seconds=5.0) for rank in range(2))
         first.set("here", "0")
         assert second.get("here") == b"0"
 
