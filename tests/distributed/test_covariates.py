@@ -128,11 +128,11 @@ def test_a_backtest_on_two_workers_is_that_of_one(folder: Path) -> None:
     frame.to_csv(folder / "later.csv", index=False)
     found = []
     for workers in ("1", "2"):
-        asked = f"backtest serial --data later.csv --origins 4 --devices {workers} -o {workers}.csv --svg {workers}.svg --device cpu"
+        asked = f"backtest serial --data later.csv --origins 4 --devices {workers} --device cpu"
         words = [sys.executable, "-m", "carrywave", *asked.split()]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        found.append(pd.read_csv(folder / f"{workers}.csv"))
+        found.append(pd.read_csv(folder / "serial" / "backtest.csv"))
     assert len(found[0]) == (4 + 4 + 1) * 3  # q ends earlier, and is forecast from the first origin alone; r from none
     pd.testing.assert_frame_equal(*found, rtol=1e-5)  # outputs travel in float32
 

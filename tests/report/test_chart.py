@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from carrywave.report.chart import WIDTH, Area, Chart, Curve, Mark, document, number, reduced
+from carrywave.report.chart import WIDTH, Area, Chart, Curve, Mark, number, reduced
 
 
 def points_of(svg: str) -> list[tuple[float, float]]:
@@ -27,12 +27,10 @@ def test_every_text_is_escaped() -> None:
     evil = "</title><script>alert(1)</script>&"
     line, area = Curve(evil, [(1, 1.0), (2, 2.0)], dots=True), Area(evil, [(1, 0.0, 1.0), (2, 1.0, 2.0)])
     chart = Chart(evil, [line], [area], x_name=evil, mark=Mark(1, 1.0, evil), x_ticks=[(1, evil), (2, "Tuesday")])
-    svg = document(evil, [chart, chart])
-    ElementTree.fromstring(chart.svg)
     assert [name for _, name in chart.legend] == [evil, evil]
-    assert "script" not in {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(svg).iter()}
-    assert "Tuesday" in svg
-    assert svg.count("&lt;script&gt;") >= 5
+    assert "script" not in {element.tag for element in ElementTree.fromstring(chart.svg).iter()}
+    assert "Tuesday" in chart.svg
+    assert chart.svg.count("&lt;script&gt;") >= 5
 
 
 def test_what_is_said_of_a_mark_stands_above_the_curve() -> None:

@@ -7,7 +7,6 @@ import json
 import math
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from carrywave.cli.main import app
 from carrywave.data.python_inputs import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, UserError
-from carrywave.report.backtest_picture import picture
+from carrywave.report.backtest_page import backtest_page
 from carrywave.spec.load import parse
 from carrywave.train.backtest import Backtest, OriginForecast, RollingOptions, backtest_run, backtest_spec, rows_of, scores
 from carrywave.train.origins import Rolling, at_origin, cut, long_enough
@@ -268,7 +267,7 @@ def test_origins_within_the_training_rows_are_told(tmp_path: Path) -> None:
         backtest_run(tmp_path / "run", None, RollingOptions(horizon=9), "cpu", told.append)
 
 
-def test_a_picture_is_xml_in_which_names_are_text() -> None:
+def test_a_page_has_charts_and_scores_in_which_names_are_text(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     data = from_matrices([draw.normal(size=(20, 2)) for _ in range(6)], "<script>alert(1)</script>")
     forecasts = [
@@ -276,16 +275,14 @@ def test_a_picture_is_xml_in_which_names_are_text() -> None:
         for n in range(6)
         for k in range(2)
     ]
-    text = picture(data, forecasts, ["0", "1"], (0.1, 0.9), "a & b <i>")
-    root = ElementTree.fromstring(text)
-    found = [element.tag.rpartition("}")[2] for element in root.iter()]
-    assert "script" not in found
-    assert (found.count("polygon"), "a & b <i> (the first 8 of 12)" in "".join(root.itertext())) == (8 * 2, True)
-    flat = [OriginForecast(0, 0, 5, np.ones((3, 1, 1)), np.ones((3, 1)), np.ones((3, 1)), np.ones(1), np.ones(1), np.ones(1))]
-    assert "nan" not in picture(from_matrices([np.ones((8, 1))], "flat"), flat, ["0"], None, "flat")
+    scores: Any = [{"origin": None, "step": None, "column": None, "mae": 0.5}, {"origin": None, "step": 1, "column": None, "mae": 0.25}]
+    text = backtest_page(Backtest(tmp_path, data, ("0", "1"), (0.1, 0.9), Rolling(3, 1, 2), forecasts, scores))
+    assert "<script" not in text
+    assert (text.count("<polygon"), "The first 8 of 12 are drawn" in text, "nan" in text) == (8 * 2, True, False)
+    assert (">0.5<" in text, ">0.25<" in text) == (True, False)
 
 
-def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_scores_forecasts_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = table(tmp_path / "all.csv", {"a": 40, "b": 33, "short": 9})
     Path("spec.yaml").write_text(json.dumps(spec_for(file, [0.1, 0.5, 0.9])))
@@ -297,7 +294,7 @@ def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monke
     with (folder / "backtest.csv").open() as lines:
         assert len(list(csv.DictReader(lines))) == 2 * 3 * 4
     assert "by step ahead" in done.stdout
-    assert f"picture: {folder / 'backtest.svg'}" in done.stdout
+    assert f"page: {folder / 'backtest.html'}" in done.stdout
     overall = json.loads(Path("scores.json").read_text())[0]
     assert (overall["forecasts"], overall["origin"]) == (6, None)
     assert {"mae", "mae_in_units", "mase", "naive_mae", "pinball", "coverage_0.9"} <= overall.keys()
@@ -321,7 +318,7 @@ def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monke
         (["spec.yaml", "--run", "spec.yaml"], "spec.yaml is a file, but a backtest needs a folder; pass another --run"),
         (["spec.yaml", "--run", "run"], "run already exists and is not empty; pass another --run"),
         (["spec.yaml", "--origins", "99"], "all.csv: 99 origins, 4 rows apart, with a horizon of 4 need 405 rows, but the longest series"),
-        (["spec.yaml", "-o", "none/x.csv"], "none/x.csv cannot be written: folder none not found; create it, or use another path"),
+        (["spec.yaml", "--json", "none/x.json"], "none/x.json cannot be written: folder none not found; create it, or use another path"),
     ],
 )
 def test_mistakes(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

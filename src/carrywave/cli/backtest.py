@@ -1,4 +1,4 @@
-"""`carrywave backtest`: forecasts from rolling origins within known data, with scores, a table of all forecasts and a picture."""
+"""`carrywave backtest`: forecasts from rolling origins within known data, with scores, a table of all forecasts and a page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from carrywave.spec.load import load
 if TYPE_CHECKING:
     from carrywave.train.backtest import Backtest
 
-CSV, SVG = "backtest.csv", "backtest.svg"
+CSV, PAGE = "backtest.csv", "backtest.html"
 SHOWN_STEPS = 12  # rows of the table of steps ahead; further ones are in --json
 
 
@@ -40,12 +40,6 @@ def backtest(
     ] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="Train anew for every origin, on all rows before it.")] = False,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of what is trained. Default: runs/backtest-NUMBER.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV of all forecasts. Default: backtest.csv in the run's folder.")
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Picture of them against the truth. Default: backtest.svg in the run's folder.")
-    ] = None,
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
     json_file: JsonOption = None,
@@ -57,8 +51,7 @@ def backtest(
     if trained is not None and not retrain and run is not None:
         raise UserError("a trained run is not trained again, so there is nothing for --run; add --retrain, or remove it")
     spec = None if trained is not None else load(*spec_and_overrides(words))
-    for path in (file, svg, json_file):
-        output_file.check(path)
+    output_file.check(json_file)
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.train import backtest as backtesting
@@ -74,7 +67,7 @@ def backtest(
     if result.ending is not None:
         raise typer.Exit(INTERRUPTED if result.ending == "interrupted" else STOPPED)
     if is_first():
-        _report(result, file or result.folder / CSV, svg or result.folder / SVG, json_file)
+        _report(result, json_file)
 
 
 def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -85,16 +78,15 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return (named if is_run else None), overrides
 
 
-def _report(result: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
+def _report(result: Backtest, json_file: Path | None) -> None:
     from carrywave.prediction.row_writer import writing
-    from carrywave.report.backtest_picture import picture
+    from carrywave.report.backtest_page import backtest_page
     from carrywave.train.backtest import rows_of
 
-    with writing(csv_file) as writer:
+    table, shown = result.folder / CSV, result.folder / PAGE
+    with writing(table) as writer:
         writer.add(rows_of(result))
-    rolling = result.rolling
-    title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {result.table.name}"
-    output_file.write(svg_file, picture(result.table, result.forecasts, result.columns, result.quantiles, title))
+    output_file.write(shown, backtest_page(result))
     write_rows(json_file, result.scores)
     console = wide_console()
     for title, by in (("all forecasts", ()), ("by column", ("column",)), ("by origin", ("origin",)), ("by step ahead", ("step",))):
@@ -103,7 +95,7 @@ def _report(result: Backtest, csv_file: Path, svg_file: Path, json_file: Path | 
             console.print(table_of(title, rows[:SHOWN_STEPS]))
             if len(rows) > SHOWN_STEPS:
                 console.print(f"… and {len(rows) - SHOWN_STEPS} more; --json FILE writes all of them", markup=False, highlight=False)
-    typer.echo(f"forecasts: {csv_file}\npicture: {svg_file}")
+    typer.echo(f"forecasts: {table}\npage: {shown}")
 
 
 def _is_by(row: dict[str, object], by: Sequence[str]) -> bool:

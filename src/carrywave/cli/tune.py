@@ -41,7 +41,7 @@ def tune(
     with leaving_at_once():
         from carrywave.spec.load import read_values, set_overrides
         from carrywave.tuning.search_space import space_of
-        from carrywave.tuning.tune import BEST, PAGE, SearchOptions, run_search
+        from carrywave.tuning.tune import BEST, SearchOptions, run_search
 
     space, fixed = space_of(keys)
     base = None if resume and not words else set_overrides({} if path is None else read_values(path), fixed)
@@ -52,7 +52,6 @@ def tune(
     write_rows(json_file, result.rows)
     if result.best is not None:
         typer.echo(f"best: {result.best.train.best} {result.value:.4g}; train it with: carrywave train {result.run / BEST}")
-        typer.echo(f"page: {result.run / PAGE}")
     if result.ending is not None:
         what = "the time is over" if result.ending == "time" else result.ending
         typer.echo(f"{what}; go on with: carrywave tune --resume --run {result.run} --trials {trials}")

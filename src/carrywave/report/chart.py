@@ -1,6 +1,4 @@
-"""Draws line charts as SVG: lines, bands, points and marks on two axes, in a page or as a file of its own. Pure functions; every text is
-escaped here.
-"""
+"""Draws line charts as SVG for a page: lines, bands and marks on two axes. Pure functions; every text is escaped here."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT, WIDE = 440, 250, 620  # pixels; WIDE is the width of a chart that has half of the page
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 34  # pixels around the plot
-ROW, LETTER, HEAD = 14, 7.4, 26  # pixels: of a line of text above the plot, of a letter in it, and of a title in a file of its own
+ROW, LETTER = 14, 7.4  # pixels: of a line of text above the plot, and of a letter in it
 MOST_POINTS = 300  # of a line: more are reduced to the lowest and highest of neighbours
 MOST_DOTS = 40  # points of a line that are drawn as dots
 
@@ -55,21 +53,17 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart. `dots` are points without a line, `origins` places with a vertical line, `x_ticks` replaces the numbers below the plot,
-    `zero` has the value axis begin at 0, and `square` gives both axes the same range.
-    """
+    """A chart. `origins` are places with a vertical line, `x_ticks` replaces the numbers below the plot; `zero`: values begin at 0."""
 
     title: str
     curves: Sequence[Curve] = ()
     areas: Sequence[Area] = ()
     mark: Mark | None = None
-    dots: Points = ()
     origins: Sequence[float] = ()
     x_name: str = "step"
     x_ticks: Sequence[tuple[float, str]] = ()
     zero: bool = False
     percent: bool = False
-    square: bool = False
     width: int = WIDTH
     note: str = ""  # what is not drawn
     kind: ClassVar[str] = "chart"
@@ -98,8 +92,6 @@ class Chart:
             parts.append(f'<polygon class="band {area.kind}" points="{_text(edge)}"><title>{escape(area.name)}</title></polygon>')
         for curve in self.curves:
             parts += _curve(curve, place) if curve.points else []
-        for x, y in (place(*point) for point in self.dots):
-            parts.append(f'<circle class="dot c0" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>')
         if self.mark is not None:
             (x, y), text, text_x = place(self.mark.x, self.mark.y), self.mark.text, _within(across(self.mark.x), self.mark.text, self.width)
             parts.append(f'<line class="up c0" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP + 4}" y2="{y - 5.5:.1f}"/>')
@@ -117,19 +109,17 @@ class Chart:
         return unique if len(unique) > 1 else []
 
     def _values(self) -> tuple[list[float], list[float]]:
-        lines = [*(curve.points for curve in self.curves), self.dots]
+        lines = [curve.points for curve in self.curves]
         xs = [x for line in lines for x, _ in line] + [x for area in self.areas for x, *_ in area.points]
         return xs, [y for line in lines for _, y in line] + [y for area in self.areas for _, *pair in area.points for y in pair]
 
     def _ranges(self, xs: Sequence[float], ys: Sequence[float]) -> tuple[tuple[float, float], tuple[float, float]]:
         low, high = (min([*ys, 0.0]), max(ys)) if self.zero else (min(ys), max(ys))
-        if self.square:
-            low, high = min([low, *xs]), max([high, *xs])
         room = 0.06 * (high - low) if high > low else 0.1 * abs(low) or 1.0
         y_range = (low if self.zero and low == 0 else low - room), high + room
         if self.percent and high <= 1:
             y_range = y_range[0], min(y_range[1], 1.02)  # there are no shares above 100%; a little room for the line itself
-        x_range = y_range if self.square else (min(xs), max(xs))
+        x_range = (min(xs), max(xs))
         return (x_range if x_range[0] < x_range[1] else (x_range[0] - 1, x_range[1] + 1)), y_range
 
     def _axes(self, x_range: tuple[float, float], y_range: tuple[float, float], place: _Place) -> list[str]:
@@ -145,30 +135,6 @@ class Chart:
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(f'<text class="mid" x="{(LEFT + self.width - RIGHT) / 2:.0f}" y="{HEIGHT - 4}">{escape(self.x_name)}</text>')
         return parts
-
-
-def document(title: str, charts: Sequence[Chart]) -> str:
-    """Charts below each other as an SVG file of its own, without scripts or external fonts; its colours follow the viewer's theme."""
-    width, top, parts = (
-        max(chart.width for chart in charts),
-        HEAD + 8,
-        [f'<text class="title" x="12" y="{HEAD - 4}">{escape(title)}</text>'],
-    )
-    for chart in charts:
-        parts.append(f'<text x="{LEFT}" y="{top + 14}">{escape(chart.title)}</text>')
-        parts.append(str(chart.svg).replace("<svg ", f'<svg y="{top + HEAD}" width="{chart.width}" height="{HEIGHT}" ', 1))
-        top += HEAD + HEIGHT + 12
-    left = float(LEFT)
-    for kind, name in dict.fromkeys(entry for chart in charts for entry in chart.legend):
-        parts.append(f'<rect class="dot {kind}" x="{left:.0f}" y="{top + 6}" width="18" height="5"/>')
-        parts.append(f'<text x="{left + 24:.0f}" y="{top + 13}">{escape(name)}</text>')
-        left += 48 + LETTER * len(name)
-    height = top + HEAD
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
-        f"<title>{escape(title)}</title><style>{style()}</style>"
-        f'<rect class="ground" width="{width}" height="{height}" rx="6"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
 
 
 def style() -> str:

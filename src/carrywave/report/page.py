@@ -12,8 +12,6 @@ from carrywave.report.record import LogRow, RunRecord, is_number
 from carrywave.tasks.baselines import BASELINES
 
 MOST_METRICS = 8  # charts of metrics
-COLOURS = 6
-COVERAGE = "coverage_"  # and the quantile: the share of values below its forecast
 
 
 def render(record: RunRecord, samples: Sequence[Block]) -> str:
@@ -42,16 +40,8 @@ def _curves(record: RunRecord) -> Iterator[Block]:
     """Loss and every metric over the steps, with the step marked whose weights were kept."""
     train = figures.train_points(record.rows("train"), "loss", "targets")
     yield from _curve(record, figures.loss_name(record), "loss", [Curve("train", train, "c1", dots=True)])
-    covered = [name for name in record.metric_names if name.startswith(COVERAGE)]
-    for name in [name for name in record.metric_names if name not in covered][:MOST_METRICS]:
+    for name in [name for name in record.metric_names if not name.startswith("coverage_")][:MOST_METRICS]:
         yield from _curve(record, figures.metric_name(name) + figures.unit(record, name), name, [])
-    if covered:
-        curves = []
-        for place, name in enumerate(covered):
-            points, share = _points(record.rows("valid"), name), float(name.removeprefix(COVERAGE))
-            curves.append(Curve(f"quantile {share:g}", points, f"c{place % COLOURS}", dots=True))
-            curves.append(Curve("wanted" if place == 0 else "", [(x, share) for x, _ in points], "base", dashed=True))
-        yield from _drawn(Chart("share of values below each quantile", curves, percent=True))
 
 
 def _curve(record: RunRecord, title: str, name: str, curves: list[Curve]) -> Iterator[Chart]:

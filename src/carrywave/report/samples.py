@@ -29,6 +29,7 @@ from carrywave.prediction.saved_run import Saved, changed_since, open_run, own_d
 from carrywave.report import figures
 from carrywave.report.blocks import Block, Listing, Passage
 from carrywave.report.chart import WIDE, Area, Chart, Curve
+from carrywave.report.chart import number as shown_number
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.metrics import Confusion
@@ -38,8 +39,8 @@ from carrywave.tasks.transcription.decoding import greedy
 SECONDS = 20.0  # within which a pass over the data ends
 TEXTS, TEMPERATURE = 2, 0.8
 SHARE_BEFORE, WORDS, CHARACTERS = 1 / 3, 60, 280  # of a passage: what the model is given, and how long it is
-MOST_SEQUENCES, MOST_CHARTS, MOST_PAIRS = 2, 4, 400
-MOST_ROWS, MOST_LABELS, TRANSCRIPTS = 30, 16, 20
+MOST_SEQUENCES, MOST_CHARTS = 2, 4
+MOST_ROWS, MOST_LABELS, PAIRS = 30, 16, 20
 
 
 class _TimeIsUp(Exception):
@@ -177,28 +178,20 @@ def _transcripts(saved: Saved, name: str, data: Sequences) -> Listing:
             if number >= 0 and counts and target is not None and is_ctc(saved.model):
                 truth = [label for label in target[lane].tolist() if label >= 0]
                 rows[number] = [str(number + 1), written(truth), written(greedy(out[:, lane].numpy(), len(codec.labels)))]
-        if len(rows) >= TRANSCRIPTS:
+        if len(rows) >= PAIRS:
             break
-    return Listing("", ("", "truth", "prediction"), [rows[number] for number in sorted(rows)[:TRANSCRIPTS]])
+    return Listing("", ("", "truth", "prediction"), [rows[number] for number in sorted(rows)[:PAIRS]])
 
 
-def _pairs(saved: Saved, name: str, data: Sequences) -> Iterator[Chart]:
+def _pairs(saved: Saved, name: str, data: Sequences) -> Iterator[Listing]:
     """Numbers that were to be predicted, and those that were, in the units of the data."""
-    codec, pairs = saved.task.codec, list[tuple[Tensor, Tensor]]()
+    codec = saved.task.codec
     for out, target, sequence, _ in _outputs(saved, name, data):
         if target is not None and out.shape == target.shape:
-            pairs.append((target[sequence >= 0], out[sequence >= 0]))
-    if not pairs:
+            pair = (codec.restore(each[sequence >= 0].double().numpy()).tolist() for each in (target, out))
+            rows = [[str(at), *(", ".join(map(shown_number, some)) for some in both)] for at, both in enumerate(zip(*pair, strict=True), 1)]
+            yield Listing("", ("", "truth", "prediction"), rows[:PAIRS])
         return
-    truth, guess = (codec.restore(torch.cat(each).double().numpy()) for each in zip(*pairs, strict=True))
-    every = max(1, len(truth) // MOST_PAIRS)
-    for column in range(min(truth.shape[1], MOST_CHARTS)):
-        both = zip(truth[::every, column].tolist(), guess[::every, column].tolist(), strict=True)
-        points = [point for point in both if np.isfinite(point).all()]
-        ends = (min(map(min, points)), max(map(max, points)))
-        exact = Curve("prediction = truth", [(end, end) for end in ends], "base", dashed=True)
-        title = "prediction (upwards) and truth" + (f" of output {column}" if truth.shape[1] > 1 else "")
-        yield Chart(title, [exact], dots=points, x_name="truth", square=True, width=WIDE)
 
 
 def _few(data: Sequences, count: int) -> Sequences:

@@ -7,7 +7,6 @@ FOLDER/
   tune.journal   Optuna's study (JournalStorage), with the search and its trials
   trial-1/ …     ordinary runs; what they print is in logs/
   best.yaml      the spec of the best trial
-  tune.html      a page about all of them
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from carrywave.data.prepare import digests_of
 from carrywave.errors import ResourceError, RunError, SpecError, UserError, option
-from carrywave.report.tune_page import render_search
 from carrywave.runs import output_file
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.run_place import free_place
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial, Trial
 
-BASE, JOURNAL, BEST, PAGE = "tune.yaml", "tune.journal", "best.yaml", "tune.html"
+BASE, JOURNAL, BEST = "tune.yaml", "tune.journal", "best.yaml"
 TRIALS = 20
 STARTUP = 5  # trials that are drawn at random, and that must have finished before others are judged by them
 LEAST = 2  # evaluations of a trial before it is judged
@@ -300,7 +298,7 @@ class _Search:
             raise kind(f"the first {len(failed)} trials failed, the first with: {failed[0].user_attrs['why']}")
 
     def result(self, why: Why | None) -> TuneResult:
-        """Write the best spec and the page."""
+        """Write the best spec."""
         trials = self.study.trials
         rows = [self._row(trial) for trial in trials]
         found = [(self._best(trial), trial) for trial in trials if _state(trial) in ("finished", "stopped")]
@@ -312,9 +310,6 @@ class _Search:
             value, best = (max if self.metric in HIGHER else min)(judged, key=lambda pair: pair[0])
             spec = spec_with(self.base, best.user_attrs["keys"])
             output_file.write(self.folder / BEST, dump(spec))
-            higher = self.metric in HIGHER
-            page = render_search(str(self.folder), self.metric, list(self.space), rows, best.number + 1, higher=higher)
-            output_file.write(self.folder / PAGE, page)
         if unfinished and why is None:
             fact = f"{len(unfinished)} of {len(trials)} trials ended before their end, the first with: {unfinished[0]}"
             raise ResourceError(f"{fact}; remove the cause, then go on with {option('resume')}")

@@ -1,32 +1,45 @@
-"""The picture of a backtest: for each of the first series and columns, the truth as a line, each forecast as a line from its origin, and
-between the outermost quantiles a band.
+"""The page of a backtest: its scores, and for each of the first series and columns the truth as a line, each forecast as a line from its
+origin, and between the outermost quantiles a band.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from carrywave.data.tables.table import Table
-from carrywave.report.chart import LETTER, Area, Chart, Curve, document
-from carrywave.train.backtest import OriginForecast, times_of
+from carrywave.report.blocks import Block, Listing, PagePart, page
+from carrywave.report.chart import LETTER, Area, Chart, Curve
+from carrywave.report.figures import metric_text
+from carrywave.train.backtest import Backtest, OriginForecast, times_of
 
 WIDTH = 1000  # pixels
 MOST_CHARTS = 8
 
 
-def picture(
-    table: Table, forecasts: Sequence[OriginForecast], columns: Sequence[str], quantiles: Sequence[float] | None, title: str
-) -> str:
-    """The SVG of a backtest."""
-    pairs = [(series, place) for series in sorted({each.series for each in forecasts}) for place in range(len(columns))]
-    left_out = f" (the first {MOST_CHARTS} of {len(pairs)})" if len(pairs) > MOST_CHARTS else ""
-    charts = []
+def backtest_page(result: Backtest) -> str:
+    """The HTML of a backtest."""
+    table, columns, rolling = result.table, result.columns, result.rolling
+    pairs = [(series, place) for series in sorted({each.series for each in result.forecasts}) for place in range(len(columns))]
+    charts = list[Block]()
     for series, place in pairs[:MOST_CHARTS]:
         name = columns[place] if len(table.names) == 1 else f"{table.names[series]}: {columns[place]}"
-        charts.append(_chart(name, table, [each for each in forecasts if each.series == series], (place, columns[place]), quantiles))
-    return document(title + left_out, charts)
+        made = [each for each in result.forecasts if each.series == series]
+        charts.append(_chart(name, table, made, (place, columns[place]), result.quantiles))
+    title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead"
+    left_out = [f"The first {MOST_CHARTS} of {len(pairs)} are drawn."] if len(pairs) > MOST_CHARTS else []
+    parts = [PagePart("Forecasts", [*charts, *left_out]), PagePart("Scores", _scores(result.scores))]
+    return page(table.name, f"carrywave backtest · {title}", [], parts)
+
+
+def _scores(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
+    """The scores over everything, and by column."""
+    shown = [row for row in rows if row["origin"] is None and row["step"] is None]
+    names = [name for name in shown[0] if name not in ("origin", "step", "column")] if shown else []
+    cells = [[str(row["column"] or "all"), *(metric_text(name, row.get(name)) for name in names)] for row in shown]
+    return [Listing("", ("", *names), cells)]
 
 
 def _chart(
