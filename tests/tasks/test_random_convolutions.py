@@ -48,16 +48,27 @@ def test_features_of_a_sequence_are_those_of_torchs_convolution_whatever_lies_be
     places = torch.cat([places for places, _ in found(data)])
     for row, place in zip(rows, places.tolist(), strict=True):
         x_CT = torch.from_numpy(data.inputs[data.starts[place] :][: lengths[place]]).T
-        expected = [_shares(x_CT, scale) for scale in found.values]
         changes = x_CT - torch.cat([x_CT[:, :1], x_CT[:, :-1]], 1)
-        expected += [_shares(changes, scale) for scale in found.changes]
-        torch.testing.assert_close(row, torch.cat(expected))
+        expected = [_summaries(x_CT, scale) for scale in found.values] + [_summaries(changes, scale) for scale in found.changes]
+        torch.testing.assert_close(row, torch.cat(expected), rtol=1e-5, atol=1e-6)  # means of float32
 
 
-def _shares(x_CT: Tensor, scale: Any) -> Tensor:
+def _summaries(x_CT: Tensor, scale: Any) -> Tensor:
     weight = KERNELS_KP[:, None] * scale.mix_KC[:, :, None]
     given = torch.nn.functional.conv1d(x_CT[None], weight, padding=4 * scale.dilation, dilation=scale.dilation)[0]
-    return (given[:, None] > scale.biases_KJ[:, :, None]).float().mean(2).flatten()
+    found = []
+    for bias_K in scale.biases_KJ.T.tolist():
+        for over in (given - torch.tensor(bias_K)[:, None]).tolist():
+            above = [(step, each) for step, each in enumerate(over, 1) if each > 0]
+            many, steps = max(1, len(above)), len(over)
+            longest = max(len(run) for run in "".join("x" if each > 0 else " " for each in over).split(" "))
+            found += [
+                len(above) / steps,
+                sum(each for _, each in above) / many,
+                sum(step for step, _ in above) / many / steps,
+                longest / steps,
+            ]
+    return torch.tensor(found)
 
 
 @pytest.mark.parametrize(("longest", "count"), [(1, 10_000), (9, 10_000), (500, 84), (3000, 10_000)])

@@ -1,8 +1,9 @@
-"""What random convolutions find in sequences of numbers: the share of steps at which each of many of them exceeds a bias.
+"""What random convolutions find in sequences of numbers: four summaries of the steps at which each of many of them exceeds a bias.
 
 84 kernels of nine weights, three of 2 and six of -1, at dilations up to the length of a sequence, over the values and over their
-differences from step to step; the biases are quantiles of what the kernels give on some training sequences. After MiniRocket (Dempster,
-Schmidt and Webb, 2021), to which lengths and the differences are added.
+differences from step to step; the biases are quantiles of what the kernels give on some training sequences (MiniRocket: Dempster, Schmidt
+and Webb, 2021). Of the steps above a bias, their share, how far above they are on average, where they lie on average, and their longest
+stretch (MultiRocket: Tan, Dempster, Bergmeir and Webb, 2022). Lengths may vary.
 
 Shapes: N sequence, C channel, T time, K kernel, F feature.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from carrywave.data.sequences import Sequences
 
 TAPS = 9
+SUMMARIES = 4  # of the steps above a bias
 PLACES = torch.tensor(list(combinations(range(TAPS), 3)))  # of the weights of 2
 KERNELS_KP = torch.full((len(PLACES), TAPS), -1.0).scatter_(1, PLACES, 2.0)
 MOST_DILATIONS = 32
@@ -66,7 +68,7 @@ class RandomConvolutions:
         scales: list[tuple[KernelScale, ...]] = []
         for read in (seen, [changes(x) for x in seen]):
             found = []
-            for dilation, each in dilations(longest, count // 2).items():
+            for dilation, each in dilations(longest, count // (2 * SUMMARIES)).items():
                 share = torch.rand(len(PLACES), 1, generator=generator).clamp(min=1.5 / channels)
                 mix_KC = (torch.rand(len(PLACES), channels, generator=generator) < share).float()
                 mix_KC[torch.arange(len(PLACES)), torch.randint(channels, (len(PLACES),), generator=generator)] = 1.0
@@ -81,7 +83,7 @@ class RandomConvolutions:
     @property
     def count(self) -> int:
         """The number of features."""
-        return sum(scale.biases_KJ.numel() for scale in (*self.values, *self.changes))
+        return SUMMARIES * sum(scale.biases_KJ.numel() for scale in (*self.values, *self.changes))
 
     def __call__(self, data: Sequences, rows: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, block by block, the places [N] of sequences among `rows` and their features [N, F]."""
@@ -93,7 +95,7 @@ class RandomConvolutions:
             many = max(1, int((longest_N * np.arange(1, len(order) + 1) <= most).sum()))
             block, order = order[:many], order[many:]
             x_NCT, lengths_N = padded(data, rows[block], device)
-            features = [*shares(self.values, x_NCT, lengths_N), *shares(self.changes, changes(x_NCT), lengths_N)]
+            features = [*summaries(self.values, x_NCT, lengths_N), *summaries(self.changes, changes(x_NCT), lengths_N)]
             yield torch.from_numpy(block), torch.cat(features, 1)
 
     def products(self, data: Sequences, weights_FV: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,7 +122,7 @@ class RandomConvolutions:
 
 
 def dilations(longest: int, count: int) -> dict[int, int]:
-    """How many biases each kernel has at each dilation, for about `count` features of sequences of at most so many steps."""
+    """How many biases each kernel has at each dilation, about `count` in all, for sequences of at most so many steps."""
     each = max(1, count // len(PLACES))
     number = min(each, MOST_DILATIONS)
     top = math.log2(max((longest - 1) / (TAPS - 1), 1.0))
@@ -143,16 +145,25 @@ def changes(x_NCT: Tensor) -> Tensor:
     return x_NCT.diff(dim=2, prepend=x_NCT[:, :, :1])
 
 
-def shares(scales: tuple[KernelScale, ...], x_NCT: Tensor, lengths_N: Tensor) -> Iterator[Tensor]:
-    """[N, K × J] of each scale: the share of real steps at which each kernel exceeds each bias."""
+def summaries(scales: tuple[KernelScale, ...], x_NCT: Tensor, lengths_N: Tensor) -> Iterator[Tensor]:
+    """[N, K × 4] for each bias of each scale: of the real steps at which each kernel exceeds it, the share, the mean of what it exceeds it
+    by, the mean place, and the longest stretch, the last two as parts of the sequence.
+    """
     ended_N1T = (torch.arange(x_NCT.shape[2], device=x_NCT.device) >= lengths_N[:, None])[:, None]
     padding = int(lengths_N.min()) < x_NCT.shape[2]
     x_NCT = x_NCT.masked_fill(ended_N1T, 0.0) if padding else x_NCT
-    above_NKT = x_NCT.new_empty(
-        len(x_NCT), len(PLACES), x_NCT.shape[2]
-    )  # 1 or 0: sums of floats are several times as fast as those of bools
+    place_T = torch.arange(1.0, x_NCT.shape[2] + 1, device=x_NCT.device)
     for scale in scales:
         given_NKT = scale.convolved(x_NCT)
         given_NKT = given_NKT.masked_fill_(ended_N1T, -torch.inf) if padding else given_NKT
-        counts = [torch.gt(given_NKT, bias_K[:, None], out=above_NKT).sum(2) for bias_K in scale.biases_KJ.t()]
-        yield (torch.stack(counts, 2) / lengths_N[:, None, None]).flatten(1)
+        for bias_K in scale.biases_KJ.t():
+            # 1 or 0, as floats, whose sums are several times as fast as those of bools
+            above_NKT = torch.gt(given_NKT, bias_K[:, None], out=given_NKT.new_empty(given_NKT.shape))
+            count_NK = above_NKT.sum(2)
+            over_NK = (given_NKT - bias_K[:, None]).clamp_(min=0.0).sum(2)
+            below_NKT = torch.addcmul(place_T, above_NKT, place_T, value=-1.0)  # the place of each step that is not above; 0 where it is
+            places_NK = place_T.sum() - below_NKT.sum(2)
+            stretch_NK = (place_T - below_NKT.cummax(2).values).amax(2)
+            some_NK, length_N1 = count_NK.clamp(min=1.0), lengths_N[:, None]
+            found = (count_NK / length_N1, over_NK / some_NK, places_NK / some_NK / length_N1, stretch_NK / length_N1)
+            yield torch.stack(found, 2).flatten(1)
