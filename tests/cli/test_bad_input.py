@@ -613,7 +613,7 @@ def test_a_prompt_without_a_word() -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    [lambda entry: (entry / "a0").unlink(), lambda entry: cut(entry / "a0"), lambda entry: (entry / "content.json").write_text("{")],
+    [lambda entry: (entry / "0.npy").unlink(), lambda entry: cut(entry / "0.npy"), lambda entry: (entry / "content.json").write_text("{")],
     ids=["missing", "truncated", "content"],
 )
 def test_a_cache_that_is_damaged(spoil: Callable[[Path], object], work: Path) -> None:
@@ -777,10 +777,10 @@ def test_no_room_keeps_what_was_there(where: str, run: Path, disk: Disk) -> None
 
 
 def test_no_room_for_the_cache(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("carrywave.data.files.arrays.FileAppender.append", full)
+    monkeypatch.setattr("carrywave.data.files.cache.np.save", full)
     message = (
         f"the cache {work}/cache cannot be written (No space left on device); free disk space, or set $CARRYWAVE_CACHE to another folder"
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from carrywave.data.augmentation import Augmentation
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Share, build
-from carrywave.data.order import Cursor, SequenceOrder, Window
+from carrywave.data.order import Cursor, Window
 from carrywave.data.sequences import View
 from carrywave.errors import SpecError
 from carrywave.spec.load import load
@@ -121,14 +121,6 @@ def test_factors_and_noise_are_normal() -> None:
     assert not noisy[40].any()
     assert abs(np.corrcoef(noisy[0, :, 0], noisy[1, :, 0])[0, 1]) < 0.13  # four deviations
     assert abs(np.corrcoef(noisy[0, :-1, 0], noisy[0, 1:, 0])[0, 1]) < 0.13
-
-
-def test_batches_of_an_order_keep_their_shapes() -> None:
-    order = SequenceOrder(LENGTHS, tokens=64)
-    for epoch in range(3):
-        for step in range(order.num_steps(epoch)):
-            batch = build(_view(), order.window(Cursor(epoch, step)), Cursor(epoch, step), augmentation=_augmentation(**ALL))
-            assert batch.steps == order.window(Cursor(epoch, step)).steps
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import carrywave as cw
 from carrywave.data import examples
 from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec
-from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.rows import Rows
 from carrywave.data.loader import Share, build
 from carrywave.data.order import Cursor, StreamOrder
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.errors import DataError, SpecError
-from carrywave.prediction.generation import Sampling, generate
 from carrywave.tasks import views
 
 CHARS = Codec("language", "text", "char", ("\n", "a", "b", "|", "<unk>"), size=5)
@@ -83,7 +79,7 @@ def test_a_batch_knows_where_documents_begin(of: int) -> None:
 
 
 def encoded(rows: list[dict[str, Any]], codec: Codec, **options: Any) -> Sequences:
-    return examples.encode(Rows("train", lambda: enumerate(rows)), codec, MemoryAppender, labelled=True, **options)
+    return examples.encode(Rows("train", lambda: enumerate(rows)), codec, labelled=True, **options)
 
 
 TAGS = Codec("tagging", "tokens", "int", size=9, labels=("x",))
@@ -128,33 +124,3 @@ def test_rows_that_are_documents() -> None:
 def test_resets_that_cannot_be_meant_are_refused(row: dict[str, Any], codec: Codec, wrong: str) -> None:
     with pytest.raises(DataError, match=wrong):
         encoded([row], codec, join=False)
-
-
-TEXT = "abba|ab|babab|b|aab|"
-
-
-@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 3, "micro_batches": 2}])
-def test_documents_do_not_leak_into_each_other(plan: dict[str, Any], tmp_path: Path) -> None:
-    """The loss over a stream is that of its documents, each read by itself; so is what is written after one."""
-    spec: dict[str, Any] = {
-        "task": "language",
-        "data": {"reset": "|", "share": 0.0},
-        "batch": {"lanes": 2, "steps": 8, "eval_lanes": 1},
-        "train": {"epochs": 1, "precision": "fp64", "seed": 3},
-    }
-    asked = {"hidden": 6, "layers": 1, "learned_carry": True}
-    result = cw.fit(asked, {"train": TEXT * 4, "test": TEXT}, spec=spec, plan=plan or "auto", run=tmp_path / "run", progress=False)
-    model, codec = result.model.double().eval(), result.task.codec
-    losses, at = [], 0
-    text = codec.encode(TEXT).tolist()
-    while at < len(text) - 1:
-        end = min(text.index(codec.encode("|")[0], at) + 1, len(text) - 1)
-        y, _ = model(torch.tensor(text[at:end])[:, None])
-        total, _ = model.head.loss(y, torch.tensor(text[at + 1 : end + 1])[:, None])
-        losses.append(float(total.detach()))
-        at = end
-    assert result.metrics["test"]["loss"] == pytest.approx(sum(losses) / (len(text) - 1), rel=1e-9)  # float64
-    # What was read before the last document changes nothing in what is written.
-    how: dict[str, Any] = {"how": Sampling(temperature=0), "device": torch.device("cpu"), "ends": result.task.document_ends}
-    long, short, other = (codec.encode(each).tolist() for each in ("abba|b", "b", "abbab"))
-    assert generate(model, [long, other], 12, **how)[0] == generate(model, [short], 12, **how)[0]

@@ -13,11 +13,10 @@ import pytest
 
 from carrywave.data import examples
 from carrywave.data.codec import Codec
-from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.source import find
 from carrywave.data.formats.opening import open_rows
 from carrywave.data.formats.recognised import NOTHING
-from carrywave.data.prepare import told_by
+from carrywave.data.inputs import told_by
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -37,7 +36,7 @@ def run(
     source = find(str(folder / "d.jsonl"), field="data.train")
     found = open_rows(source, asked, labelled=labelled, known=NOTHING if codec is None else told_by(codec))
     codec = codec or examples.learn(found, asked, NONE)
-    return examples.encode(found, codec, MemoryAppender, labelled=labelled, join=join), codec
+    return examples.encode(found, codec, labelled=labelled, join=join), codec
 
 
 def test_steps_and_labels(tmp_path: Path) -> None:
@@ -51,25 +50,11 @@ def test_steps_and_labels(tmp_path: Path) -> None:
     assert (data.starts.tolist(), data.lengths.tolist(), data.labels.tolist()) == ([0, 2], [2, 1], [1, 0])
 
 
-def test_flat_steps_are_one_feature(tmp_path: Path) -> None:
-    data, codec = run(tmp_path, [{"steps": [1, 2, 4], "label": 0}], spec("classification", standardize=False))
-    assert data.inputs.tolist() == [[1], [2], [4]]
-    assert (codec.mean, codec.std) == ((0.0,), (1.0,))
-
-
 def test_scale_is_of_the_rows_trained_on(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"steps": [1, 3], "label": 1}\n{"steps": [100], "label": 9}\n')
     rows = open_rows(find(str(tmp_path / "d.jsonl"), field="x"), spec("regression"))
     codec = examples.learn(rows, spec("regression"), np.array([False, True]))
     assert (codec.mean, codec.std, codec.target_mean, codec.target_std) == ((2.0,), (1.0,), (1.0,), (1.0,))
-
-
-@pytest.mark.parametrize(
-    ("labels", "expected"), [([10, 2, -1], ("-1", "2", "10")), (["b", "a", "B"], ("B", "a", "b")), ([True, False, True], ("false", "true"))]
-)
-def test_labels_are_sorted(tmp_path: Path, labels: list[Any], expected: tuple[str, ...]) -> None:
-    _, codec = run(tmp_path, [{"steps": [1], "label": label} for label in labels], spec("classification"))
-    assert codec.labels == expected
 
 
 def test_regression_targets_are_standardised_and_restored(tmp_path: Path) -> None:
@@ -81,11 +66,6 @@ def test_regression_targets_are_standardised_and_restored(tmp_path: Path) -> Non
     single, _ = run(tmp_path, [{"steps": [1], "label": 2.5}], spec("regression", standardize=False))
     assert single.labels is not None
     assert single.labels.tolist() == [[2.5]]
-
-
-def test_words_of_text_have_no_end_token_outside_language(tmp_path: Path) -> None:
-    data, codec = run(tmp_path, [{"text": "a b\na", "label": 1}], spec("classification", tokens="word"))
-    assert (codec.vocabulary, data.inputs.tolist()) == (("a", "b", "<unk>"), [0, 1, 0])
 
 
 def test_tagging_ignores_null_and_minus_hundred(tmp_path: Path) -> None:
@@ -105,22 +85,6 @@ def test_number_tokens_are_used_as_they_are(tmp_path: Path) -> None:
         [5, 6],
         (f"{tmp_path / 'd.jsonl'}: 1 of 2 tokens is unknown to the vocabulary, and read as <unk>",),
     )
-
-
-def test_language_rows_are_sequences_or_one_stream(tmp_path: Path) -> None:
-    rows = [{"text": "a b"}, {"text": "b"}]
-    data, codec = run(tmp_path, rows, spec("language", tokens="word"))
-    assert codec.vocabulary == ("<eos>", "b", "a", "<unk>")
-    assert (data.inputs.tolist(), data.starts.tolist(), data.lengths.tolist()) == ([2, 1, 0, 1, 0], [0, 3], [3, 2])
-    stream = Spec.model_validate({"task": "language", "data": {"tokens": "word"}})
-    data, _ = run(tmp_path, [*rows, {"text": ""}], stream, join=True)
-    assert (data.inputs.tolist(), data.starts.tolist(), data.lengths.tolist()) == ([2, 1, 0, 1, 0, 0], [0], [6])
-
-
-def test_labels_are_not_read_for_prediction(tmp_path: Path) -> None:
-    _, codec = run(tmp_path, [{"steps": [1], "label": "a"}], spec("classification"))
-    data, _ = run(tmp_path, [{"steps": [1]}, {"steps": [2], "label": "new"}], spec("classification"), codec, labelled=False)
-    assert (len(data), data.labels, data.tags) == (2, None, None)
 
 
 GOOD = {"steps": [[1.0, 2.0]], "label": "a"}
@@ -225,23 +189,15 @@ def test_parquet_rows_read_as_json_lines(tmp_path: Path) -> None:
     parquet = open_rows(find(str(tmp_path / "d.parquet"), field="x"), spec("classification"))
     assert parquet.count() == 2
     assert examples.learn(parquet, spec("classification"), NONE) == codec
-    np.testing.assert_array_equal(examples.encode(parquet, codec, MemoryAppender, labelled=True, join=False).inputs, expected.inputs)
+    np.testing.assert_array_equal(examples.encode(parquet, codec, labelled=True, join=False).inputs, expected.inputs)
 
 
 def test_truncated_parquet_is_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pa.table({"text": ["a"] * 100}), tmp_path / "d.parquet")
     whole = (tmp_path / "d.parquet").read_bytes()
     (tmp_path / "d.parquet").write_bytes(whole[:-10])
-    rows = open_rows(find(str(tmp_path / "d.parquet"), field="x"), spec("language"))
     with pytest.raises(DataError, match=r"d\.parquet cannot be read"):
-        list(rows)
-
-
-def test_csv_rows_keep_text_as_it_stands(tmp_path: Path) -> None:
-    (tmp_path / "d.csv").write_text('text,label\n007,1\n"a, ""b""\nc",2\n')
-    source = find(str(tmp_path / "d.csv"), field="x")
-    assert [*open_rows(source, spec("classification"))] == [(1, {"text": "007", "label": "1"}), (2, {"text": 'a, "b"\nc', "label": "2"})]
-    assert [row["label"] for _, row in open_rows(source, spec("regression"))] == [1.0, 2.0]
+        open_rows(find(str(tmp_path / "d.parquet"), field="x"), spec("language"))
 
 
 def test_csv_numbers_are_those_that_people_write(tmp_path: Path) -> None:
@@ -249,5 +205,6 @@ def test_csv_numbers_are_those_that_people_write(tmp_path: Path) -> None:
     written = find(str(tmp_path / "d.csv"), field="x")
     assert [row["label"] for _, row in open_rows(written, spec("regression"))] == [1000.0, 2.5, 0.5, 7, 3.25]
     (tmp_path / "d.csv").write_text("text,label\na,1.5\na,much\n")
+    written = find(str(tmp_path / "d.csv"), field="x")
     with pytest.raises(DataError, match=r"d\.csv: row 2: label cannot be read as numbers \(could not convert string to float: 'much'\)"):
         examples.learn(open_rows(written, spec("regression")), spec("regression"), np.zeros(2, np.bool_))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from carrywave.data.formats.field_formats import Asked, conll, conllu, fasttext, label_first, paired, trees
-from carrywave.data.prepare import Prepared, prepare
-from carrywave.data.python_inputs import read_python
+from carrywave.data.prepare import Prepared, prepare, read_python
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -93,10 +92,6 @@ def test_iob1_begins_its_spans() -> None:
     assert "I- begins 2 spans" in read.how
 
 
-def test_lines_of_words_are_no_columns() -> None:
-    assert conll("show me flights\nfrom here now\n", ASKED) is None
-
-
 @pytest.mark.parametrize(
     ("reader", "content", "expected"),
     [  # TREC; rt-polarity; fastText's cooking questions; the Stanford Sentiment Treebank
@@ -113,22 +108,6 @@ def test_lines_of_words_are_no_columns() -> None:
 def test_a_label_before_each_text(reader: Any, content: str, expected: list[tuple[str, str]]) -> None:
     read = reader(content, ASKED)
     assert [(row["label"], row["text"]) for row in read.rows[: len(expected)]] == expected
-
-
-def test_a_label_without_a_text_is_left_out() -> None:
-    """MPQA, in which three lines of 10,606 have no words."""
-    read = label_first("0 many years of decay\n1 is happy\n" * 60 + "0 \n", ASKED)
-    assert read is not None
-    assert len(read.rows) == 120
-
-
-def test_several_labels_before_each_text(tmp_path: Path) -> None:
-    """Questions about cooking, as fastText's tutorial has them."""
-    content = "__label__sauce __label__cheese how much ?\n__label__oven why\n"
-    found = prepared(tmp_path, "classification", "cooking.txt", content, multi_label=True)
-    assert found.codec.labels == ("cheese", "oven", "sauce")
-    assert found.train.labels is not None
-    assert found.train.labels.tolist() == [[1, 0, 1], [0, 1, 0]]
 
 
 def test_a_text_is_not_taken_for_labels(tmp_path: Path) -> None:
@@ -229,13 +208,6 @@ def test_what_is_not_clear_is_asked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"which column has the label is not clear \(origin, cylinders\); set data.label to its name"):
         prepared(tmp_path, "classification", "c.csv", cars)
     assert prepared(tmp_path, "classification", "c.csv", cars, label="origin").codec.labels == ("japan", "usa")
-
-
-def test_columns_without_names_have_numbers(tmp_path: Path) -> None:
-    """CoLA: source, label, mark and sentence."""
-    rows = "".join(f"gj04\t{number % 2}\t\tOur friends will not buy this analysis {number}\n" for number in range(6))
-    found = prepared(tmp_path, "classification", "cola.tsv", rows, label=1)
-    assert (found.codec.labels, found.codec.text_column, found.codec.label_column) == (("0", "1"), "3", "1")
 
 
 def test_fields_of_json_lines_with_other_names(tmp_path: Path) -> None:

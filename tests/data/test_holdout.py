@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrywave.data.holdout import held_out, pick, split_tail
+from carrywave.data.holdout import held_out, split_tail
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 
@@ -25,27 +25,6 @@ def test_share_is_kept_and_no_side_is_empty(seed: int, count: int, share: float)
     else:
         assert held.sum() == min(max(round(count * share), 1), count - 1)
     assert held.tolist() == held_out(count, share, seed).tolist()
-
-
-def test_seeds_choose_differently() -> None:
-    assert held_out(100, 0.3, 1).tolist() != held_out(100, 0.3, 2).tolist()
-
-
-def test_no_share_holds_nothing() -> None:
-    assert not held_out(10, 0.0, 1).any()
-
-
-def test_parts_share_the_flat_arrays() -> None:
-    data = Sequences(
-        np.arange(6), np.array([0, 2, 5]), np.array([2, 3, 1]), labels=np.array([7, 8, 9]), tags=np.arange(6), names=("a", "b", "c")
-    )
-    train, valid = (pick(data, np.array(chosen)) for chosen in ([True, False, True], [False, True, False]))
-    assert train.inputs is valid.inputs is data.inputs
-    assert train.tags is valid.tags is data.tags
-    assert (train.starts.tolist(), train.lengths.tolist(), train.names) == ([0, 5], [2, 1], ("a", "c"))
-    assert (valid.starts.tolist(), valid.lengths.tolist(), valid.names) == ([2], [3], ("b",))
-    assert train.labels is not None
-    assert train.labels.tolist() == [7, 9]
 
 
 @pytest.mark.parametrize(("total", "share", "held"), [(100, 0.1, 10), (4, 0.01, 2), (4, 0.5, 2), (15, 0.1, 2)])

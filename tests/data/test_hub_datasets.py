@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import carrywave as cw
 from carrywave.data.files import hub_datasets
-from carrywave.data.python_inputs import from_python
+from carrywave.data.prepare import from_python
 from carrywave.errors import DataError
 from carrywave.spec.load import parse
 
@@ -38,19 +37,10 @@ def named(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "label": NAMES[row["label"]]} for row in rows]
 
 
-def test_an_object_is_read_as_its_rows_are_and_mapped_from_the_cache(tmp_path: Path) -> None:
+def test_an_object_is_read_as_its_rows_are() -> None:
     plain = from_python(named(ROWS), SPEC)
     for given in (dataset(), dataset().with_format("numpy"), dataset().to_iterable_dataset()):
-        found = from_python(given, SPEC)
-        assert found.fingerprint == plain.fingerprint  # of the arrays, and of the codec
-        assert isinstance(found.train.inputs.base, np.memmap)
-    assert list((tmp_path / "cache").iterdir())
-
-
-def test_a_shuffled_dataset_keeps_its_order() -> None:
-    mixed = dataset().shuffle(seed=3).select(range(20))
-    assert [row["text"] for table in hub_datasets.tables_of(mixed) for row in table.to_pylist()] == list(mixed["text"])
-    assert hub_datasets.key(mixed) != hub_datasets.key(dataset())
+        assert from_python(given, SPEC).fingerprint == plain.fingerprint  # of the arrays, and of the codec
 
 
 def test_labels_of_steps_have_names_and_a_negative_one_is_missing() -> None:
@@ -62,12 +52,6 @@ def test_labels_of_steps_have_names_and_a_negative_one_is_missing() -> None:
     assert table["labels"].to_pylist() == [["O", "X"], ["X"]]
     [table] = hub_datasets.tables_of(dataset([{"text": "a", "label": -1}, {"text": "b", "label": 1}]))
     assert table["label"].to_pylist() == [None, "pos"]
-
-
-def test_series_of_a_dataset() -> None:
-    table = {"unique_id": ["a"] * 80, "ds": list(range(80)), "y": [float(step % 4) for step in range(80)]}
-    spec = parse({"task": "forecasting", "data": {"horizon": 2}})
-    assert from_python(datasets.Dataset.from_dict(table), spec).train.inputs.shape == (80, 1)
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carrywave.data.prepare import Prepared, prepare
-from carrywave.data.python_inputs import from_python
+from carrywave.data.prepare import Prepared, from_python, prepare
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -108,16 +107,3 @@ def test_later_data_must_fit() -> None:
         given = {"train": [{"steps": STEPS, "label": [0, 1, 0]}], "valid": [{"steps": STEPS, "label": other}]}
         with pytest.raises(DataError, match=said):
             from_python(given, a_spec())
-
-
-def test_lists_without_the_setting_are_told_of_it() -> None:
-    with pytest.raises(DataError, match=r"for any number of labels set data\.multi_label=true"):
-        from_python([{"steps": STEPS, "label": ["a", "b"]}], a_spec(multi_label=False))
-    with pytest.raises(DataError, match=r"for any number of labels set data\.multi_label=true"):
-        from_python([{"steps": STEPS, "labels": [["a"], ["b"], ["a"]]}], a_spec("tagging", multi_label=False))
-
-
-def test_csv_has_no_lists(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("text,label\nabc,drama comedy\n")
-    with pytest.raises(DataError, match="CSV has no lists, so use JSON lines or Parquet"):
-        prepare(a_spec(train=str(tmp_path / "rows.csv"), cache=str(tmp_path)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import fields, replace
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -33,10 +32,6 @@ def window_of(steps: int, *lanes: tuple[int, int, int]) -> Window:
     """Lanes of (sequence, offset, length)."""
     sequence, offset, length = (np.array(values, dtype=np.int64) for values in zip(*lanes, strict=True))
     return Window(steps, sequence, offset, length, (offset == 0) & (length > 0))
-
-
-def epoch_of(view: View, order: Order) -> list[Batch]:
-    return list(Loader(view, order, device=CPU).batches(Cursor(0, 0)))
 
 
 def equal(a: Batch, b: Batch) -> bool:
@@ -95,26 +90,6 @@ def test_labels_follow_their_sequences(labels: np.ndarray, expected: list[object
     assert labels.max() in (8, 1.5)  # the data itself is not written to
 
 
-def test_no_targets_for_prediction() -> None:
-    assert build(view_of([2]), window_of(2, (0, 0, 2)), Cursor(0, 0)).targets is None
-
-
-def test_the_data_may_be_read_only() -> None:
-    view = view_of([4, 2], labels=np.array([1, 2]))
-    view.inputs.flags.writeable = False
-    view.labels.flags.writeable = False  # type: ignore[union-attr]
-    build(view, window_of(4, (0, 0, 4), (1, 0, 2)), Cursor(0, 0)).inputs.add_(1)
-    assert view.inputs.tolist() == list(range(6))
-
-
-def test_targets_that_share_memory_with_the_data_are_not_written_to() -> None:
-    table = np.arange(6).reshape(3, 2)
-    batch = build(view_of([3, 1], targets_at=lambda rows: table), window_of(3, (0, 0, 3), (1, 0, 1)), Cursor(0, 0))
-    assert batch.targets is not None
-    assert batch.targets.tolist() == [[0, 1], [2, -100], [4, -100]]
-    assert table.tolist() == [[0, 1], [2, 3], [4, 5]]
-
-
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 5), st.booleans(), st.integers(1, 4))
 def test_shards_make_up_the_whole_batch(lengths: list[int], lanes: int, streams: bool, replicas: int) -> None:
     view = view_of(lengths, targets_at=lambda rows: rows * 2, warm=np.array(lengths) // 4)
@@ -141,22 +116,6 @@ def test_shards_make_up_the_whole_batch(lengths: list[int], lanes: int, streams:
             assert equal(replace(taken, real=shard.real, part_of=shard.part_of, lanes=shard.lanes), shard)
 
 
-def test_a_middle_stage_reads_neither_inputs_nor_targets() -> None:
-    window = window_of(2, (0, 0, 2), (1, 0, 2), (2, 0, 1))
-    batch = build(view_of([2, 2, 2], targets_at=lambda rows: rows), window, Cursor(0, 0), share=Share(inputs=False, targets=False))
-    assert (batch.inputs.shape, batch.targets, batch.steps) == ((2, 3, 0), None, 2)
-    assert batch.lengths.tolist() == [2, 2, 1]
-
-
-def test_a_share_is_known_as_one_also_where_it_is_all() -> None:
-    """A first stage that scores reads inputs and targets of all lanes, and another stage does not: both have a share of the same batch."""
-    window = window_of(2, (0, 0, 2), (1, 0, 1))
-    view = view_of([2, 2], targets_at=lambda rows: rows)
-    parts = [build(view, window, Cursor(0, 0), share=Share(inputs=inputs)) for inputs in (True, False)]
-    assert [part.part_of for part in parts] == [(3, 2)] * 2
-    assert build(view, window, Cursor(0, 0)).part_of is None
-
-
 def test_the_loader_gives_what_build_gives_from_any_cursor() -> None:
     view = view_of([31, 17], targets_at=lambda rows: rows)
     order = StreamOrder(view.lengths, lanes=3, steps=4, vary=True)
@@ -166,15 +125,6 @@ def test_the_loader_gives_what_build_gives_from_any_cursor() -> None:
         given = list(Loader(view, order, device=CPU, ahead=1).batches(Cursor(epoch, start)))
         assert len(given) == len(wanted)
         assert all(equal(a, b) for a, b in zip(given, wanted, strict=True))
-
-
-def test_a_stream_read_window_by_window_is_the_stream() -> None:
-    view = view_of([101])
-    read: dict[int, list[int]] = {lane: [] for lane in range(4)}
-    for batch in epoch_of(view, StreamOrder(view.lengths, lanes=4, steps=7)):
-        for lane, length in enumerate(batch.lengths.tolist()):
-            read[lane] += batch.inputs[:length, lane].tolist()
-    assert list(chain(*read.values())) == list(range(101))
 
 
 class Counting:
@@ -210,17 +160,6 @@ def test_an_error_in_the_thread_comes_out_as_it_is_after_the_batches_before_it()
     assert loader_threads() == []
 
 
-@pytest.mark.parametrize("ahead", [1, 4])
-def test_batches_are_built_ahead_but_not_further(ahead: int) -> None:
-    order = Counting()
-    batches = Loader(view_of([1]), order, device=CPU, ahead=ahead).batches(Cursor(0, 0))
-    assert next(batches).step == 0
-    assert order.reached[ahead].wait(timeout=30)  # nobody asked for this one yet
-    assert not order.reached[ahead + 1].wait(timeout=0.1)
-    batches.close()  # type: ignore[attr-defined]
-    assert order.asked == list(range(ahead + 1))
-
-
 def test_closing_stops_the_thread() -> None:
     order = Counting()
     batches = Loader(view_of([1]), order, device=CPU).batches(Cursor(0, 0))
@@ -229,13 +168,6 @@ def test_closing_stops_the_thread() -> None:
     batches.close()  # type: ignore[attr-defined]
     assert loader_threads() == []
     assert max(order.asked) < 10
-
-
-def test_leaving_a_loop_stops_the_thread() -> None:
-    for batch in Loader(view_of([1]), Counting(), device=CPU).batches(Cursor(0, 0)):
-        if batch.step == 2:
-            break
-    assert loader_threads() == []
 
 
 def test_no_thread_before_the_first_batch_and_none_after_the_last() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder, Window
-from carrywave.data.shuffle import varied_steps
 from carrywave.errors import DataError
 
 many_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=25).map(lambda values: np.array(values))
@@ -82,23 +80,6 @@ def test_a_lane_goes_on_where_it_stopped_unless_it_is_fresh(given_order: tuple[n
                 stopped[lane] = (sequence, offset + length)
 
 
-@given(stream_orders())
-def test_a_window_is_as_long_as_its_longest_lane(given_order: tuple[np.ndarray, StreamOrder]) -> None:
-    _, order = given_order
-    windows = epoch_of(order)
-    assert all(window.steps == window.length.max() > 0 for window in windows)
-    assert all(window.steps <= order.steps + 20 for window in windows)
-
-
-@given(stream_orders())
-def test_a_lane_is_shorter_than_its_window_only_where_its_piece_ends(given_order: tuple[np.ndarray, StreamOrder]) -> None:
-    _, order = given_order
-    windows = epoch_of(order)
-    for window, after in pairwise(windows):
-        short = (window.length < window.steps) & (after.length > 0)
-        assert after.fresh[short].all()
-
-
 @settings(max_examples=40)
 @given(stream_orders(), st.randoms(use_true_random=False))
 def test_streams_can_be_entered_anywhere(given_order: tuple[np.ndarray, StreamOrder], random: object) -> None:
@@ -110,17 +91,6 @@ def test_streams_can_be_entered_anywhere(given_order: tuple[np.ndarray, StreamOr
     assert all(same(again.window(cursor), in_turn[cursor]) for cursor in cursors)
 
 
-@given(st.integers(1, 300), st.integers(1, 300))
-def test_one_corpus_gives_every_lane_one_piece(total: int, lanes: int) -> None:
-    lanes = min(lanes, total)
-    windows = epoch_of(StreamOrder(np.array([total]), lanes=lanes, steps=1000))
-    assert len(windows) == 1
-    assert windows[0].fresh.all()
-    sizes = windows[0].length
-    assert sizes.max() - sizes.min() <= 1
-    assert windows[0].offset.tolist() == (np.cumsum(sizes) - sizes).tolist()  # piece i is lane i
-
-
 def test_streams_by_hand() -> None:
     # An even share is ceil(18 / 3) = 6 steps: 11 is cut into 6 and 5, the others stay whole.
     windows = epoch_of(StreamOrder(np.array([11, 4, 3]), lanes=3, steps=4))
@@ -130,24 +100,6 @@ def test_streams_by_hand() -> None:
         [(0, 4, 2, False), (0, 10, 1, False), (2, 0, 3, True)],
     ]
     assert [w.steps for w in windows] == [4, 3]
-
-
-def test_a_sequence_of_just_an_even_share_is_not_cut() -> None:
-    (window,) = epoch_of(StreamOrder(np.array([4, 3, 3]), lanes=3, steps=10))
-    assert window.length.tolist() == [4, 3, 3]
-
-
-def test_varied_windows_are_drawn_anew_however_many_there_are() -> None:
-    order = StreamOrder(np.array([40_000]), lanes=1, steps=8, seed=2, vary=True)
-    steps = [window.steps for window in epoch_of(order, 3)]
-    assert len(steps) > 3_000  # more than are drawn at once
-    assert steps[:-1] == varied_steps(8, seed=2, epoch=3, first=0, count=len(steps)).tolist()[:-1]
-
-
-def test_whole_sequences_are_not_cut() -> None:
-    order = StreamOrder(np.array([50, 2, 3]), lanes=20, steps=8, cut=False)
-    assert order.lanes == 3
-    assert [w.fresh.tolist() for w in epoch_of(order)] == [[True, True, True], *[[False, False, False]] * 6]
 
 
 def test_streams_are_the_same_every_epoch_unless_they_vary() -> None:
@@ -199,14 +151,6 @@ def test_sequences_are_shuffled_by_seed_and_epoch() -> None:
 
     assert len({tuple(members(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
     assert members(0, 0, shuffle=False) == members(1, 1, shuffle=False) == list(range(1000))
-
-
-def test_batches_of_long_sequences_come_at_any_time() -> None:
-    lengths = np.repeat([10, 20, 40], 200)
-    windows = epoch_of(SequenceOrder(lengths, tokens=200))
-    steps = [w.steps for w in windows]
-    assert steps != sorted(steps, reverse=True)
-    assert [w.steps for w in epoch_of(SequenceOrder(lengths, tokens=200, shuffle=False))] == sorted(steps, reverse=True)
 
 
 def test_a_sequence_over_the_budget_is_alone() -> None:

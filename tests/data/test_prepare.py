@@ -14,8 +14,7 @@ import pytest
 
 from carrywave.data import prepare as prepare_module
 from carrywave.data.holdout import held_out
-from carrywave.data.prepare import prepare
-from carrywave.data.python_inputs import read_python, series_of
+from carrywave.data.prepare import prepare, read_python
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
@@ -45,7 +44,7 @@ def test_default_is_text_that_ships_with_python(tmp_path: Path) -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    program = "import sys, carrywave.data.prepare, carrywave.data.python_inputs; sys.exit('torch' in sys.modules)"
+    program = "import sys, carrywave.data.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -83,12 +82,6 @@ def test_lines_as_sequences(tmp_path: Path) -> None:
     assert (short.train.lengths.tolist(), short.notes) == ([2], ("train: 1 row without a text or a label is left out",))
 
 
-def test_json_lines_of_text_make_a_stream(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "a"}\n')
-    assert prepare(spec(tmp_path, train="a.jsonl", share=0)).train.lengths.tolist() == [3]
-    assert prepare(spec(tmp_path, train="a.jsonl", share=0, lines=True)).train.lengths.tolist() == [2]
-
-
 def test_keyed_share_of_sequences(tmp_path: Path) -> None:
     rows(tmp_path, "a.jsonl", 20)
     found = prepare(spec(tmp_path, "classification", train="a.jsonl", share=0.25, standardize=False))
@@ -101,19 +94,6 @@ def test_keyed_share_of_sequences(tmp_path: Path) -> None:
     assert other.valid.starts.tolist() != found.valid.starts.tolist()
 
 
-def test_held_out_rows_do_not_scale(tmp_path: Path) -> None:
-    rows(tmp_path, "a.jsonl", 20)
-    found = prepare(spec(tmp_path, "classification", train="a.jsonl", share=0.25))
-    kept = np.flatnonzero(~held_out(20, 0.25, 1))
-    assert found.codec.mean[0] == pytest.approx(kept.mean() + 0.5, rel=1e-12)
-
-
-def test_one_sequence_cannot_be_shared(tmp_path: Path) -> None:
-    rows(tmp_path, "a.jsonl", 1)
-    found = prepare(spec(tmp_path, "classification", train="a.jsonl"))
-    assert (len(found.train), found.valid) == (1, None)
-
-
 def test_second_time_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     first = prepare(spec(tmp_path, train="a.txt"))
@@ -121,32 +101,6 @@ def test_second_time_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     again = prepare(spec(tmp_path, train="a.txt"))
     assert (again.codec, again.fingerprint, again.facts) == (first.codec, first.fingerprint, first.facts)
     np.testing.assert_array_equal(again.train.inputs, first.train.inputs)
-
-
-@pytest.mark.parametrize("change", [{"tokens": "word"}, {"share": 0.2}, {"vocabulary": 5}, {"lines": True}, {"train": "b.txt"}])
-def test_fingerprint_follows_content_and_reading(tmp_path: Path, change: dict[str, Any]) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    (tmp_path / "b.txt").write_text(TEXT + "x\nyz\n")
-    first, second = prepare(spec(tmp_path, train="a.txt")), prepare(spec(tmp_path, **{"train": "a.txt", **change}))
-    assert first.fingerprint != second.fingerprint
-    (tmp_path / "same.txt").write_text(TEXT)
-    assert prepare(spec(tmp_path, train="same.txt")).fingerprint == first.fingerprint
-
-
-def test_damaged_cache_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    prepare(spec(tmp_path, train="a.txt"))
-    next((tmp_path / "cache").glob("*/a0")).unlink()
-    with pytest.raises(DataError, match="is damaged; delete the folder"):
-        prepare(spec(tmp_path, train="a.txt"))
-
-
-def test_bad_file_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    (tmp_path / "b.txt").write_text("")
-    with pytest.raises(DataError, match=r"b\.txt is empty"):
-        prepare(spec(tmp_path, train="a.txt", valid="b.txt", tokens="char"))
-    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_one_more_file_by_the_same_codec(tmp_path: Path) -> None:
@@ -163,13 +117,6 @@ def test_one_more_file_by_the_same_codec(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == entries
 
 
-def test_a_table_is_opened_again_in_the_format_that_is_set(tmp_path: Path) -> None:
-    (tmp_path / "a.dat").write_text("ds,y\n" + "".join(f"2024-01-{day:02d},{day}.0\n" for day in range(1, 31)))
-    asked = spec(tmp_path, "forecasting", train="a.dat", format="csv", horizon=1)
-    codec = prepare(asked).codec
-    assert series_of(str(tmp_path / "a.dat"), codec, asked, labelled=True).ahead(0, 1) == ["2024-01-31"]
-
-
 def test_gaps_of_one_more_table_are_told(tmp_path: Path) -> None:
     days = [f"2024-01-{day:02d},{day}.0\n" for day in range(1, 31)]
     (tmp_path / "a.csv").write_text("ds,y\n" + "".join(days))
@@ -178,36 +125,6 @@ def test_gaps_of_one_more_table_are_told(tmp_path: Path) -> None:
     codec = prepare(asked).codec
     [said] = read_python(str(tmp_path / "b.csv"), codec, asked).notes
     assert said.endswith("1 missing row (every D) counts as empty, the first at 2024-01-10")
-
-
-def test_plain_lines_can_be_predicted_from(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n')
-    asked = spec(tmp_path, "classification", train="a.jsonl")
-    codec = prepare(asked).codec
-    (tmp_path / "p.txt").write_text("bad\n\ngo\n")
-    data = read_python(str(tmp_path / "p.txt"), codec, asked, labelled=False)
-    assert [codec.decode(data.inputs[s : s + n]) for s, n in zip(data.starts, data.lengths, strict=True)] == ["bad", "go"]
-    with pytest.raises(DataError, match=r"p\.txt is text, and no labels are found in it or in a file beside it"):
-        read_python(str(tmp_path / "p.txt"), codec, asked)
-
-
-def test_a_prompt_of_one_token_can_be_read(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    codec = prepare(spec(tmp_path, train="a.txt")).codec
-    (tmp_path / "p.txt").write_text("t")
-    assert read_python(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"), labelled=False).lengths.tolist() == [1]
-    with pytest.raises(DataError, match="has 1 token, but a language model needs 2"):
-        read_python(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"))
-
-
-def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abc" * 5)
-    (tmp_path / "b.txt").write_text("cba" * 5)
-    codec = prepare(spec(tmp_path, train="a.txt", min_count=2)).codec
-    found = prepare(spec(tmp_path, train="b.txt"), codec=codec)
-    assert found.codec == codec
-    with pytest.raises(DataError, match="task=classification, but the codec is for language"):
-        prepare(spec(tmp_path, "classification", train="b.txt"), codec=codec)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from carrywave.data.prepare import Prepared, prepare
-from carrywave.data.python_inputs import from_python, read_python
+from carrywave.data.prepare import Prepared, from_python, prepare, read_python
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
@@ -79,25 +78,6 @@ def test_frames_hold_rows_too() -> None:
         assert (found.codec, found.fingerprint) == (expected.codec, expected.fingerprint)
 
 
-def test_hugging_face_datasets() -> None:
-    datasets = pytest.importorskip("datasets")
-    plain = datasets.Dataset.from_list(ROWS)
-    parts = datasets.DatasetDict({"train": plain, "validation": plain, "test": plain})
-    found = from_python(parts, spec("classification"))
-    assert found.valid is not None
-    assert found.test is not None
-    assert found.train.inputs.tolist() == found.valid.inputs.tolist() == found.test.inputs.tolist()
-    assert found.codec == from_python(ROWS, spec("classification")).codec
-    tensors = from_python(datasets.Dataset.from_dict({"steps": STEPS, "label": [1, 0, 1]}).with_format("torch"), spec("classification"))
-    assert tensors.codec.labels == ("0", "1")
-
-
-def test_equal_arrays_have_equal_fingerprints() -> None:
-    one, two = (from_python((torch.ones(3, 2, 1) * scale, [0, 1, 0]), spec("classification", standardize=False)) for scale in (1, 1))
-    other = from_python((torch.ones(3, 2, 1) * 2, [0, 1, 0]), spec("classification", standardize=False))
-    assert one.fingerprint == two.fingerprint != other.fingerprint
-
-
 def test_labels_as_tensors() -> None:
     found = from_python((torch.zeros(3, 2, 1), torch.tensor([2, 10, 2])), spec("classification"))
     assert found.train.labels is not None
@@ -121,30 +101,6 @@ def test_flat_tokens_are_one_stream(make: Any) -> None:
     assert (found.train.lengths.tolist(), found.valid.starts.tolist()) == ([18], [18])
 
 
-@pytest.mark.parametrize("make", [lambda ids: ids, np.array, torch.tensor, lambda ids: [torch.tensor(row) for row in ids]])
-@pytest.mark.parametrize("lines", [False, True])
-def test_rows_of_tokens_are_several_sequences(make: Any, lines: bool) -> None:
-    assert sequences(from_python(make([[0, 1, 2], [2, 1, 0]]), spec("language", lines=lines))) == [[0, 1, 2], [2, 1, 0]]
-
-
-def test_arrays_of_objects_are_lists() -> None:
-    unequal = np.empty(2, object)
-    unequal[:] = [[0, 1, 2], [2, 1]]
-    assert sequences(from_python(unequal, spec("language"))) == [[0, 1, 2], [2, 1]]
-    assert sequences(from_python(np.array(["ab", "ba"]), spec("language"))) == [[0, 1, 1, 0]]
-
-
-def test_tensor_dataset() -> None:
-    dataset = torch.utils.data.TensorDataset(torch.arange(6.0).reshape(3, 2, 1), torch.tensor([0, 1, 0]))
-    found = from_python(dataset, spec("classification", standardize=False))
-    assert found.train.labels is not None
-    assert (sequences(found)[1], found.train.labels.tolist()) == ([[2], [3]], [0, 1, 0])
-
-
-def test_unequal_token_sequences() -> None:
-    assert sequences(from_python([[0, 1, 2], [2, 1]], spec("language"))) == [[0, 1, 2], [2, 1]]
-
-
 def test_text() -> None:
     stream = from_python("ab\nba\n", spec("language"))
     assert (stream.codec.vocabulary, sequences(stream)) == (("\n", "a", "b", "<unk>"), [[1, 2, 0, 2, 1, 0]])
@@ -157,12 +113,6 @@ def test_text() -> None:
     held = from_python("ab" * 50, spec("language", share=0.1))
     assert held.valid is not None
     assert held.valid.starts.tolist() == [90]
-
-
-def test_keyed_share_of_items() -> None:
-    found = from_python((np.zeros((20, 2, 1)), [0, 1] * 10), spec("classification", share=0.1))
-    assert found.valid is not None
-    assert (len(found.train), len(found.valid)) == (18, 2)
 
 
 def test_forecasting_from_arrays() -> None:
@@ -209,12 +159,6 @@ def test_files_by_part(tmp_path: Path) -> None:
     assert found.test.lengths.tolist() == [20]
     with pytest.raises(DataError, match=r"data mixes files \(train\) and objects"):
         from_python({"train": tmp_path / "a.txt", "test": "ab"}, spec("language"))
-
-
-def test_codec_of_another_run_is_kept() -> None:
-    codec = from_python("abcabc", spec("language")).codec
-    found = from_python("ccba", spec("language"), codec=codec)
-    assert (found.codec, found.train.inputs.tolist()) == (codec, [2, 2, 1, 0])
 
 
 BAD: list[tuple[str, Any, str]] = [
@@ -272,11 +216,6 @@ def test_bad_data_is_refused_by_item(task: str, data: Any, message: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_chosen_column_must_be_there() -> None:
-    with pytest.raises(DataError, match=r"train has no column 'y' \(data\.columns\); use one of 0, 1"):
-        from_python(np.zeros((5, 2)), spec("forecasting", columns=["y"]))
-
-
 @pytest.mark.parametrize("wrap", [lambda x, y: (x, y), lambda x, y: list(zip(x, y, strict=True)), lambda x, y: (pd.DataFrame(x), y)])
 def test_whole_numbers_are_told_to_be_tokens_unless_they_are_called_so(wrap: Any) -> None:
     counts, labels = np.arange(24).reshape(6, 4) % 5, ["a", "b"] * 3
@@ -327,12 +266,3 @@ def test_beside_objects_the_files_of_the_spec_are_refused() -> None:
     with pytest.raises(SpecError, match=r"names data\.test, .*pass \{'train': …, 'valid': …, 'test': …\}"):
         from_python({"train": ROWS, "valid": ROWS}, spec("classification", valid="valid.jsonl", test="test.jsonl"))
     assert from_python({"train": ROWS, "test": ROWS}, spec("classification", test="test.jsonl")).test is not None
-
-
-@pytest.mark.parametrize("task", ["classification", "regression"])
-def test_complex_numbers_are_refused(task: str) -> None:
-    """Rather than read without their imaginary parts."""
-    x, y = np.ones((3, 4, 2)), np.ones(3)
-    given = (x + 1j, [0, 1, 0]) if task == "classification" else (x, y + 1j)
-    with pytest.raises(DataError, match=r"train item 0: (steps|label) cannot be read as numbers \(they are complex"):
-        from_python(given, spec(task))

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
-from carrywave.data.loader import Share, build
+from carrywave.data.loader import build
 from carrywave.data.order import Cursor
-from carrywave.data.prepare import prepare
-from carrywave.data.python_inputs import from_python, read_python
+from carrywave.data.prepare import from_python, prepare, read_python
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, SpecError
 from carrywave.prediction.evaluation import order_for
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.tasks.first_weights import class_counts, label_counts
 from carrywave.tasks.task import Task
 
 CLASSES = [{"text": text, "label": label, "weight": weight} for text, label, weight in (("ab", "x", 2), ("b", "y", 0.5), ("ba", "x", 0))]
@@ -53,57 +49,12 @@ def test_a_row_has_the_weight_of_its_field(tmp_path: Path) -> None:
     assert dict(zip(batch.sequence.tolist(), batch.weights.tolist(), strict=True)) == {0: 2.0, 1: 0.5, 2: 0.0}
 
 
-def test_rows_without_a_weight_have_1(tmp_path: Path) -> None:
-    written(tmp_path, [{"text": "a", "label": 0}, {"text": "b", "label": 1, "weight": 3.0}, {"text": "b", "label": 1}])
-    found = prepare(spec_of("classification", tmp_path))
-    assert found.train.weights is not None
-    assert found.train.weights.tolist() == [1.0, 3.0, 1.0]
-    written(tmp_path, [{"text": "a", "label": 0}, {"text": "b", "label": 1}], "plain.jsonl")
-    plain = prepare(spec_of("classification", tmp_path, data={"file": "plain.jsonl", "weight": None}))
-    assert plain.train.weights is None
-
-
-@pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_a_column_of_weights_may_have_another_name(ending: str, tmp_path: Path) -> None:
-    frame = pd.DataFrame([{"text": row["text"], "label": row["label"], "w": row["weight"]} for row in CLASSES])
-    (frame.to_csv if ending == "csv" else frame.to_parquet)(tmp_path / f"t.{ending}", index=False)
-    for asked, expected in (("w", [2.0, 0.5, 0.0]), (None, None)):
-        data = {"file": f"t.{ending}", "weight": asked}
-        found = prepare(spec_of("classification", tmp_path, data=data)).train.weights
-        assert (None if found is None else found.tolist()) == expected
-    with pytest.raises(DataError, match=r"has no column 'v' \(data.weight\)"):
-        prepare(spec_of("classification", tmp_path, data={"file": f"t.{ending}", "weight": "v"}))
-
-
 def test_a_name_means_nothing_unless_told(tmp_path: Path) -> None:
     """The weights of cars in seaborn's mpg are not those of rows."""
     written(tmp_path, CLASSES)
     found = prepare(spec_of("classification", tmp_path, data={"weight": None}))
     assert found.train.weights is None
     assert found.notes == (f"{tmp_path / 'train.jsonl'}: reading text and label; ignored: weight",)
-
-
-def test_a_frame_and_a_third_array_have_weights() -> None:
-    spec = spec_of("classification")
-    frame = pd.DataFrame(CLASSES)
-    arrays = (np.zeros((3, 4, 1)), ["x", "y", "x"], np.array([2.0, 0.5, 0.0]))
-    unnamed = spec_of("classification", data={"weight": None})
-    for data in (frame, CLASSES, arrays, [(x, y, w) for x, y, w in zip(*arrays, strict=True)]):
-        found = from_python(data, spec if data is frame or data is CLASSES else unnamed)
-        assert found.train.weights is not None
-        assert found.train.weights.tolist() == [2.0, 0.5, 0.0]
-    other = from_python((*arrays[:2], np.array([2.0, 0.5, 1.0])), unnamed)
-    assert other.fingerprint != from_python(arrays, unnamed).fingerprint
-    assert from_python(arrays[:2], unnamed).train.weights is None
-
-
-def test_held_out_rows_keep_their_weights() -> None:
-    rows = [{"text": "a b", "label": number % 2, "weight": float(number)} for number in range(20)]
-    found = from_python(rows, spec_of("classification", data={"share": 0.2}))
-    assert found.valid is not None
-    for part in (found.train, found.valid):
-        assert part.weights is not None
-        assert part.weights.tolist() == (part.starts / 2).tolist()
 
 
 TAGS = [
@@ -125,29 +76,6 @@ def test_steps_of_tagging_have_weights() -> None:
     whole = from_python([{**row, "weight": 2.0} for row in TAGS], spec)  # one for each row: of the sequence
     assert whole.train.weights is not None
     assert whole.train.step_weights is None
-
-
-def test_tokens_have_the_weight_of_their_document() -> None:
-    rows = [{"text": "abc", "weight": 2.0}, {"text": "de", "weight": 0.0}, {"text": "ca"}]
-    spec = spec_of("language", batch={"lanes": 1, "steps": 8})
-    found = from_python(rows, spec)
-    assert found.train.step_weights is not None
-    assert found.train.step_weights.tolist() == [2.0] * 3 + [0.0] * 2 + [1.0] * 2
-    batch = batch_of(found.train, spec, found.codec, found.facts)
-    assert batch.weights[:, 0].tolist() == [2.0, 2.0, 0.0, 0.0, 1.0, 1.0]  # those of the tokens that are to be found
-    apart = spec_of("language", batch={"tokens": 16})
-    separate = from_python(rows, apart)
-    assert separate.train.weights is not None
-    assert separate.train.weights.tolist() == [2.0, 0.0, 1.0]
-    tokens = from_python([{"tokens": [1, 2, 3], "weight": [9.0, 1.0, 0.5]}], apart)
-    batch = batch_of(tokens.train, apart, tokens.codec, tokens.facts)
-    assert batch.weights[:, 0].tolist() == [1.0, 0.5]
-
-
-def test_a_text_has_no_weights(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("abcabc")
-    with pytest.raises(DataError, match=r"t.txt is read as plain text, which has no field w \(data.weight\); use .jsonl, or remove it"):
-        prepare(spec_of("language", tmp_path, data={"file": "t.txt", "weight": "w"}))
 
 
 def test_weights_of_a_file_to_evaluate_on_are_read_and_those_to_predict_from_are_not(tmp_path: Path) -> None:
@@ -180,16 +108,6 @@ def test_values_of_a_table_have_the_weight_of_their_row() -> None:
     assert batch.weights.shape == (10, 1, 2)
     for step in range(10):
         assert batch.weights[step, 0].tolist() == [(step + 1) / 4, (step + 2) / 4]
-
-
-def test_a_file_of_weighted_series_is_cached(tmp_path: Path) -> None:
-    frame_of().to_csv(tmp_path / "t.csv", index=False)
-    spec = spec_of("forecasting", tmp_path, data={**FORECASTS, "file": "t.csv"})
-    for _ in range(2):
-        found = prepare(spec).train.step_weights
-        assert found is not None
-        assert found.tolist() == (np.arange(12) / 4).tolist()
-    assert prepare(spec_of("forecasting", tmp_path, data={"horizon": 2, "file": "t.csv", "weight": None})).train.step_weights is None
 
 
 def test_weights_follow_series_times_and_channels() -> None:
@@ -257,49 +175,3 @@ def test_numbers_at_every_step_have_the_weight_of_their_row(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"train: column y \(data.targets\) is empty or of weight 0 in all rows of train"):
         from_python(frame.assign(w=0.0), spec)
     assert read_python(frame.drop(columns=["w", "y"]), found.codec, spec, labelled=False).step_weights is None
-
-
-def test_rows_of_numbers_at_every_step_have_weights() -> None:
-    rows = [{"steps": [1.0, 2.0], "labels": [1.0, None], "weight": [0.5, 2.0]}, {"steps": [1.0], "labels": [3.0]}]
-    spec = spec_of("regression", data={"each_step": True})
-    found = from_python(rows, spec)
-    assert found.train.step_weights is not None
-    assert found.train.step_weights.tolist() == [0.5, 2.0, 1.0]
-    assert from_python(rows, spec_of("regression", data={"each_step": True, "weight": None})).train.step_weights is None
-    other = read_python(rows[:1], found.codec, spec)
-    assert other.step_weights is not None
-    assert other.step_weights.tolist() == [0.5, 2.0]
-
-
-def test_transcriptions_have_weights() -> None:
-    rows = [{"steps": [0.1] * 4, "labels": ["a", "b"], "weight": 2.0}, {"steps": [0.3] * 4, "labels": ["b"], "weight": 0.0}]
-    spec = spec_of("transcription")
-    found = from_python(rows, spec)
-    batch = batch_of(found.train, spec, found.codec, found.facts)
-    assert dict(zip(batch.sequence.tolist(), batch.weights.tolist(), strict=True)) == {0: 2.0, 1: 0.0}
-
-
-def test_classes_are_counted_with_their_weights() -> None:
-    found = from_python(CLASSES, spec_of("classification")).train
-    np.testing.assert_allclose(class_counts("classification", found, 2), [2 * 2.0 / 2.5, 2 * 0.5 / 2.5])
-    np.testing.assert_array_equal(class_counts("classification", replace(found, weights=None), 2), [2, 1])
-    tags = from_python(TAGS, spec_of("tagging")).train
-    np.testing.assert_allclose(class_counts("tagging", tags, 2), np.array([3.5, 6.0]) * 5 / 9.5)
-    several = from_python(
-        [{"text": "a", "label": ["x"], "weight": 3.0}, {"text": "b", "label": [], "weight": 1.0}],
-        spec_of("classification", data={"multi_label": True}),
-    ).train
-    zeros, ones = label_counts(several)
-    np.testing.assert_allclose([*zeros, *ones], [0.5, 1.5])
-
-
-def test_batches_of_shares_have_the_weights_of_their_lanes() -> None:
-    spec = spec_of("classification")
-    found = from_python(CLASSES, spec)
-    part = Task(spec, found.codec, found.facts).part("train", found.train)
-    window = order_for(spec, part.view, training=False).window(Cursor(0, 0))
-    parts = [build(part.view, window, Cursor(0, 0), share=Share(number, 2)).weights for number in range(2)]
-    whole = build(part.view, window, Cursor(0, 0)).weights
-    assert whole is not None
-    assert torch.equal(torch.cat([each for each in parts if each is not None]), whole)
-    assert build(part.view, window, Cursor(0, 0), share=Share(0, 2, targets=False)).weights is None

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carrywave.data.prepare import Prepared, prepare
-from carrywave.data.python_inputs import read_python
+from carrywave.data.prepare import Prepared, prepare, read_python
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
@@ -64,17 +63,6 @@ def test_columns_targets_time_and_series_can_be_chosen(tmp_path: Path) -> None:
     assert found.train.inputs.tolist() == [[6, 4], [3, 1], [9, 7]]
 
 
-def test_targets_are_read_whatever_columns_are_named(tmp_path: Path) -> None:
-    found = run(tmp_path, wide(9), columns=["a"], targets=["b"])
-    assert (found.codec.columns, found.codec.targets) == (("a", "b"), (1,))
-
-
-def test_json_lines_of_steps_are_series(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"steps": [1, 2, 3]}\n{"steps": [4, 5, 6, 7]}\n')
-    found = prepare(spec(tmp_path, "t.jsonl", standardize=False))
-    assert (found.train.inputs.tolist(), found.train.lengths.tolist()) == ([[1], [2], [3], [4], [5], [6], [7]], [3, 4])
-
-
 def test_split_by_rows_with_context(tmp_path: Path) -> None:
     found = run(tmp_path, wide(30), split=[12, 4, 5], standardize=False)
     assert found.valid is not None
@@ -90,17 +78,6 @@ def test_split_by_rows_with_context(tmp_path: Path) -> None:
     first = int(found.valid.starts[0] + found.valid.warm[0])
     assert found.valid.inputs[first, 0] == 12  # the first row that is valid's own
     assert found.test.inputs is found.valid.inputs is found.train.inputs  # one array, stored once
-
-
-def test_context_by_season_and_window_is_bounded_by_what_is_there(tmp_path: Path) -> None:
-    by_window = run(tmp_path, wide(30), split=[20, 4]).valid
-    assert by_window is not None
-    assert by_window.warm is not None
-    assert by_window.warm.tolist() == [12]  # 4 windows of 3 steps
-    by_season = run(tmp_path, wide(30), split=[20, 4], season=7).valid
-    assert by_season is not None
-    assert by_season.warm is not None
-    assert by_season.warm.tolist() == [20]  # 10 seasons of 7 rows would be 70
 
 
 def test_split_by_shares_is_for_each_series(tmp_path: Path) -> None:
@@ -141,18 +118,6 @@ def test_files_of_their_own_have_no_context(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.inputs, found.valid.inputs)
 
 
-def test_prediction_needs_no_horizon(tmp_path: Path) -> None:
-    found = run(tmp_path, wide(9))
-    (tmp_path / "p.csv").write_text(wide(1))
-    assert read_python(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"), labelled=False).lengths.tolist() == [1]
-    with pytest.raises(DataError, match="has 1 row in data, but a horizon of 2 needs 3"):
-        read_python(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"))
-
-
-def test_text_times_in_order_are_kept(tmp_path: Path) -> None:
-    assert run(tmp_path, "date,a\nQ1,5\nQ2,6\nQ3,7\n", standardize=False).train.inputs.tolist() == [[5], [6], [7]]
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -162,12 +127,11 @@ def test_text_times_in_order_are_kept(tmp_path: Path) -> None:
         ({"split": [8, 1]}, "has 1 row in valid, but a horizon of 2 needs 2"),
     ],
 )
-def test_a_refused_table_leaves_nothing_behind(tmp_path: Path, data: dict[str, Any], message: str) -> None:
+def test_a_refused_table(tmp_path: Path, data: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         run(tmp_path, wide(10), **data)
     assert "t.csv" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not any((tmp_path / "cache").iterdir())
 
 
 def test_rows_without_the_name_of_a_series_are_one(tmp_path: Path) -> None:
@@ -179,9 +143,3 @@ def test_split_and_files_contradict(tmp_path: Path) -> None:
     (tmp_path / "v.csv").write_text(wide(9))
     with pytest.raises(SpecError, match=r"data\.split takes valid and test from the training file"):
         run(tmp_path, wide(30), split=[12, 4], valid=str(tmp_path / "v.csv"))
-
-
-def test_a_text_without_columns_is_no_table(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("a line\nand another one\n")
-    with pytest.raises(DataError, match=r"t.txt has no column of numbers"):
-        prepare(spec(tmp_path, "t.txt"))

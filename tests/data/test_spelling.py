@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from carrywave.data.codec import Codec
-from carrywave.data.prepare import prepare
-from carrywave.data.python_inputs import read_python
+from carrywave.data.prepare import prepare, read_python
 from carrywave.data.text.spelling import Spelling, learn
-from carrywave.errors import DataError, SpecError
+from carrywave.errors import SpecError
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 
@@ -53,16 +52,6 @@ def test_words_and_their_characters_stand_side_by_side(spec_of: Any) -> None:
     assert Codec.from_json(prepared.codec.to_json()) == prepared.codec
 
 
-def test_lower_case_is_for_words_alone(spec_of: Any) -> None:
-    prepared = prepare(spec_of(lowercase=True))
-    assert prepared.codec.vocabulary == ("ann", "saw", "a", "<unk>")
-    assert prepared.train.tokens.tolist() == [0, 1, 0, 2, 1]
-    assert prepared.train.inputs[[0, 2], 1].tolist() == [2, 3]  # A and a
-    plain = prepare(spec_of("none", lowercase=True))
-    assert plain.train.inputs.tolist() == [0, 1, 0, 2, 1]
-    assert prepare(spec_of("none")).train.inputs.tolist() == [1, 0, 3, 2, 0]
-
-
 def test_text_and_data_that_come_later_are_spelled_as_well(spec_of: Any, tmp_path: Path) -> None:
     spec = spec_of()
     codec = prepare(spec).codec
@@ -88,10 +77,3 @@ def test_what_has_no_words_is_refused(tmp_path: Path) -> None:
             prepare(parse({"task": "classification", "data": files, "model": {"characters": "cnn"}}))
         with pytest.raises(SpecError, match=r"data.lowercase does not apply to .* tokens"):
             prepare(parse({"task": "classification", "data": files | {"lowercase": True}}))
-
-
-def test_a_damaged_codec_is_refused(spec_of: Any) -> None:
-    values = json.loads(prepare(spec_of()).codec.to_json())
-    for change in ({"word_length": "a"}, {"lowercase": 1}, {"characters": "abc"}):
-        with pytest.raises(DataError, match="the codec is damaged"):
-            Codec.from_json(json.dumps(values | change))

@@ -10,9 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from carrywave.data.prepare import Prepared, prepare
-from carrywave.data.python_inputs import from_python, read_python
-from carrywave.data.tables.step_series import masked
+from carrywave.data.prepare import Prepared, from_python, prepare, read_python
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
@@ -108,33 +106,6 @@ def test_missing_inputs() -> None:
     assert static.codec.measured == ("rain", "size")
 
 
-def test_missing_rows_are_filled_in_without_targets() -> None:
-    frame = table().drop(index=[6, 7])
-    assert any("2 missing rows (every D) count as empty" in line for line in read(frame).notes)
-    found = read(frame, missing="mask")
-    assert found.train.tags is not None
-    assert np.isnan(found.train.tags[6:8]).all()
-    assert found.train.inputs[6:8, 2].tolist() == [0, 0]
-    assert found.train.tags.shape == (40, 1)
-
-
-def test_gaps_do_not_reach_over_series() -> None:
-    values = np.array([[1.0], [np.nan], [np.nan], [2.0]], np.float32)
-    closed, further = masked(values, np.array([0, 2]), np.array([2, 2]))
-    assert closed[:, 0].tolist() == [1.0, 1.0, 0.0, 2.0]
-    assert further[:, 0].tolist() == [1, 0, 0, 1]
-    np.testing.assert_allclose(further[:, 1], np.log1p([0, 1, 1, 0]), rtol=1e-6)
-
-
-def test_categories_and_calendar() -> None:
-    frame = table().assign(kind=lambda each: np.where(each.unique_id == "a", "clay", "sand"))
-    found = read(frame, static=["size", "kind"], calendar=["weekday"])
-    assert found.codec.columns == ("rain", "size", "weekday_sin", "weekday_cos")
-    assert found.codec.categories == (("clay", "sand"),)
-    assert found.train.inputs[[0, 20], 4].tolist() == [1.0, 2.0]
-    assert found.facts.categories == (3,)
-
-
 def test_rows_of_steps(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [{"steps": [[float(n), 1.0]] * 6, "labels": [n, None, n, n + 1, n, n]} for n in range(8)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -166,24 +137,6 @@ def test_a_step_of_which_nothing_is_there_may_be_null() -> None:
     for name in ("steps", "labels"):
         with pytest.raises(DataError, match=rf"a step has 1 numbers in {name}, but others have 2; use 2 in every step"):
             from_python({"train": [*rows, rows[1] | {name: [1.0, 1.0]}]}, spec(missing="mask"))
-
-
-@pytest.mark.parametrize("how", [{"task": "regression", "data": {"each_step": True}}, {"task": "forecasting", "data": {"horizon": 1}}])
-def test_rows_of_several_sequences_are_refused(how: dict[str, Any]) -> None:
-    rows = [{"steps": [[1.0], [2.0], [4.0]], "labels": [1.0, 2.0, 3.0], "resets": [False, True, False]}] * 3
-    with pytest.raises(DataError, match="train item 0: resets begin new sequences, but here a row is one sequence; write a row for each"):
-        from_python({"train": rows}, parse({**how, "batch": {"lanes": 2, "steps": 2}}))
-
-
-def test_named_rows_have_the_deviation_of_their_name() -> None:
-    rows = [{"id": name, "steps": [1.0, 2.0, 3.0], "labels": [0.0, size, 2 * size]} for name, size in (("x", 1.0), ("y", 5.0))]
-    asked = spec(series="id", share=0.0)
-    found = from_python({"train": rows}, asked)
-    assert found.train.names == ("x", "y")
-    other = read_python([rows[1] | {"labels": [1.0, None, 1.0]}, rows[1] | {"id": "z", "labels": [0.0, 1.0, 2.0]}], found.codec, asked)
-    assert found.train.spreads is not None
-    assert other.spreads is not None
-    np.testing.assert_allclose(other.spreads, found.train.spreads[::-1])  # z is new: its own deviation, which is that of x
 
 
 def test_weights_of_steps() -> None:
@@ -221,18 +174,6 @@ def test_weights_of_steps() -> None:
 def test_rows_that_are_refused(rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         from_python({"train": rows}, spec(share=0.0))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"time": "ds"}, r"train has no column 'ds' \(data.time\); use one of 0, label"),
-        ({"series": "basin"}, "item 0: the field basin is missing"),
-    ],
-)
-def test_keys_about_columns_are_refused_beside_rows_of_steps(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        from_python({"train": [{"steps": [1.0, 2.0], "labels": [1.0, 2.0]}] * 9}, spec(**data))
 
 
 @pytest.mark.parametrize(

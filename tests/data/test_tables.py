@@ -24,8 +24,7 @@ import pytest
 
 from carrywave.data.files.frame_file import read_frame
 from carrywave.data.files.source import find
-from carrywave.data.prepare import prepare
-from carrywave.data.python_inputs import series_of
+from carrywave.data.prepare import prepare, series_of
 from carrywave.data.tables.choice import ColumnChoice
 from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError

@@ -1,4 +1,4 @@
-"""Text as a stream of tokens: blocks may end anywhere, the tokens are those of the naive reading of the whole."""
+"""Text as a stream of tokens: wherever it is cut into pieces, the tokens are those of the naive reading of the whole."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.source import Source
+from carrywave.data.text import token_stream
 from carrywave.data.text.tally import Tally
-from carrywave.data.text.token_stream import cut, encode_stream, finished, learn_stream
-from carrywave.errors import DataError, SpecError
+from carrywave.data.text.token_stream import encode_stream, learn_stream, pieces
+from carrywave.errors import DataError
 from carrywave.spec.data_spec import DataSpec
 
 TEXTS = st.text(alphabet="ab \n\t.é€𝄞", min_size=1, max_size=50)
 
 
-def source(folder: Path, content: bytes, block_bytes: int = 1 << 20) -> Source:
+def source(folder: Path, content: bytes) -> Source:
     (folder / "t.txt").write_bytes(content)
-    return Source("t.txt", folder / "t.txt", "text", block_bytes=block_bytes)
+    return Source("t.txt", folder / "t.txt", "text")
 
 
 def spec(**values: object) -> DataSpec:
@@ -42,62 +42,47 @@ def naive_words(text: str) -> list[str]:
     return [word for line in lines for word in [*line.split(), "<eos>"]]
 
 
-@given(text=TEXTS, block_bytes=st.integers(1, 9))
-def test_chars_equal_the_naive_reading(tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int) -> None:
-    file = source(tmp_path_factory.getbasetemp(), text.encode(), block_bytes)
+@given(text=TEXTS)
+def test_chars_equal_the_naive_reading(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = source(tmp_path_factory.getbasetemp(), text.encode())
     codec = learn_stream(file, spec(), "language")
     vocabulary = by_frequency(list(text))
     assert list(codec.vocabulary) == [*vocabulary, "<unk>"]
-    tokens = encode_stream(file, codec, MemoryAppender)
+    tokens = encode_stream(file, codec, Tally())
     assert tokens.dtype == np.uint8
     assert tokens.tolist() == [vocabulary.index(character) for character in text]
     assert codec.decode(tokens) == text
 
 
-@given(text=TEXTS, block_bytes=st.integers(1, 9))
-def test_words_equal_the_naive_reading(tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int) -> None:
-    file = source(tmp_path_factory.getbasetemp(), text.encode(), block_bytes)
-    codec = learn_stream(file, spec(tokens="word"), "language")
-    words = naive_words(text)
-    assert list(codec.vocabulary) == [*by_frequency(words), "<unk>"]
-    tokens = encode_stream(file, codec, MemoryAppender)
-    assert [codec.vocabulary[token] for token in tokens] == words
+@given(text=TEXTS, size=st.integers(0, 9))
+def test_words_equal_the_naive_reading(text: str, size: int) -> None:
+    cut = list(pieces(text, "word", size))
+    assert "".join(cut).removesuffix("\n") == text.removesuffix("\n")
+    assert [word for piece in cut for word in piece.replace("\n", " <eos> ").split()] == naive_words(text)
 
 
-@given(content=st.binary(min_size=1, max_size=40), block_bytes=st.integers(1, 9))
-def test_bytes_are_themselves(tmp_path_factory: pytest.TempPathFactory, content: bytes, block_bytes: int) -> None:
-    file = source(tmp_path_factory.getbasetemp(), content, block_bytes)
+def test_bytes_are_themselves(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 2
+    (tmp_path / "t.txt").write_bytes(content)
+    file = Source("t.txt", tmp_path / "t.txt", "text", raw=True)
     codec = learn_stream(file, spec(tokens="byte"), "language")
-    tokens = encode_stream(file, codec, MemoryAppender)
+    tokens = encode_stream(file, codec, Tally())
     assert (codec.size, tokens.dtype, tokens.tobytes()) == (256, np.uint8, content)
 
 
-def test_bpe_does_not_depend_on_blocks(tmp_path: Path) -> None:
+def test_bpe_does_not_depend_on_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
     text = "the cat sat on the mat\n\n  the  dog näht the €\n" * 20 + "no line end"
-    codecs, tokens = [], []
-    for block_bytes in (1, 7, 1 << 20):
-        file = source(tmp_path, text.encode(), block_bytes)
-        codecs.append(learn_stream(file, spec(tokens="bpe", vocabulary=280), "language"))
-        tokens.append(encode_stream(file, codecs[-1], MemoryAppender))
-    assert codecs[0] == codecs[1] == codecs[2]
-    assert 256 < codecs[0].size <= 280
-    assert tokens[0].tolist() == tokens[1].tolist() == tokens[2].tolist()
-    assert len(tokens[0]) < len(text.encode()) // 2
-    assert codecs[0].decode(tokens[0]) == text
-    assert Codec.from_json(codecs[0].to_json()).encode(text).tolist() == tokens[0].tolist()
-
-
-@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_only_words_are_read_in_lower_case(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(SpecError, match=f"data.lowercase does not apply to {kind} tokens; set data.tokens=word"):
-        learn_stream(source(tmp_path, b"A b"), spec(tokens=kind, lowercase=True), "language")
-
-
-def test_text_for_bpe_is_checked(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    with pytest.raises(DataError, match=r"t\.txt is not text in utf-8 \(byte 2\)"):
-        learn_stream(source(tmp_path, b"ab\xff"), spec(tokens="bpe"), "language")
+    assert len(list(pieces(text, "bpe", 7))) > 10
+    file = source(tmp_path, text.encode())
+    codec = learn_stream(file, spec(tokens="bpe", vocabulary=280), "language")
+    tokens = encode_stream(file, codec, Tally())
+    monkeypatch.setattr(token_stream.pieces, "__defaults__", (7,))
+    assert encode_stream(file, codec, Tally()).tolist() == tokens.tolist()
+    assert 256 < codec.size <= 280
+    assert len(tokens) < len(text.encode()) // 2
+    assert codec.decode(tokens) == text
+    assert Codec.from_json(codec.to_json()).encode(text).tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize("tokens", ["char", "word", "byte", "bpe"])
@@ -105,18 +90,17 @@ def test_empty_file_is_refused(tmp_path: Path, tokens: str) -> None:
     file = source(tmp_path, b"")
     codec = learn_stream(file, spec(tokens=tokens), "language")
     with pytest.raises(DataError, match=r"t\.txt is empty; use a file that contains text"):
-        encode_stream(file, codec, MemoryAppender)
+        encode_stream(file, codec, Tally())
 
 
-@pytest.mark.parametrize("block_bytes", [1, 4, 100])
 @pytest.mark.parametrize(
     ("kind", "expected"), [("char", ["a", "\n", "\n", "a", " ", "<unk>"]), ("word", ["a", "<eos>", "<eos>", "a", "<unk>"])]
 )
-def test_a_token_that_train_does_not_have_is_unk(tmp_path: Path, kind: str, expected: list[str], block_bytes: int) -> None:
+def test_a_token_that_train_does_not_have_is_unk(tmp_path: Path, kind: str, expected: list[str]) -> None:
     """An emoji of valid that train does not have, as tweets have them."""
     codec = learn_stream(source(tmp_path, b"a b\na ab\n"), spec(tokens=kind), "language")
     tally = Tally()
-    tokens = encode_stream(source(tmp_path, "a\n\na 😀".encode(), block_bytes), codec, MemoryAppender, tally)
+    tokens = encode_stream(source(tmp_path, "a\n\na 😀".encode()), codec, tally)
     assert [codec.vocabulary[token] for token in tokens][: len(expected)] == expected
     assert list(tally.lines("valid")) == [f"valid: 1 of {len(tokens)} tokens is unknown to the vocabulary, and read as <unk>"]
 
@@ -127,7 +111,7 @@ def test_unk_is_learned_from_half_of_the_tokens_that_occur_once(tmp_path: Path, 
     text = " ".join(often + once) + "\n"
     codec = learn_stream(source(tmp_path, text.encode()), spec(tokens=kind), "language")
     assert set(codec.vocabulary) == {"a", "b", "d", "<unk>"} | ({" ", "\n"} if kind == "char" else {"<eos>"})
-    assert encode_stream(source(tmp_path, text.encode()), codec, MemoryAppender).tolist().count(codec.tokens.unknown) == 2
+    assert encode_stream(source(tmp_path, text.encode()), codec, Tally()).tolist().count(codec.tokens.unknown) == 2
     kept = learn_stream(source(tmp_path, text.encode()), spec(tokens=kind), "language", keep_rare=True)
     assert set(kept.vocabulary) > set(once)
 
@@ -145,7 +129,7 @@ def test_a_text_that_has_unk_keeps_its_vocabulary(tmp_path: Path) -> None:
     codec = learn_stream(source(tmp_path, text.encode()), spec(tokens="word"), "language")
     assert set(codec.vocabulary) == {*text.split(), "<eos>"}
     tally = Tally()
-    encode_stream(source(tmp_path, b"w1 <unk> <unk> w2 <unk>s\n"), codec, MemoryAppender, tally)
+    encode_stream(source(tmp_path, b"w1 <unk> <unk> w2 <unk>s\n"), codec, tally)
     assert (tally.unknown, tally.tokens) == (1, 6)  # <unk>s; the others are written so
 
 
@@ -155,37 +139,5 @@ def test_limited_vocabulary_has_unk(tmp_path: Path) -> None:
     assert by_size.vocabulary == ("a", "b", "<unk>")
     by_count = learn_stream(train, spec(tokens="word", min_count=2), "language")
     assert by_count.vocabulary == ("a", "b", "<unk>")
-    assert encode_stream(train, by_count, MemoryAppender).tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert encode_stream(train, by_count, Tally()).tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert learn_stream(train, spec(tokens="char", min_count=3), "language").vocabulary == (" ", "a", "<unk>")
-
-
-def test_unk_of_the_text_itself_counts(tmp_path: Path) -> None:
-    codec = learn_stream(source(tmp_path, b"a <unk> a\n"), spec(tokens="word"), "language")
-    assert codec.vocabulary == ("a", "<eos>", "<unk>")
-    assert codec.encode("a zebra").tolist() == [0, 2]
-
-
-def test_equal_counts_are_ordered_by_token(tmp_path: Path) -> None:
-    assert learn_stream(source(tmp_path, b"cab"), spec(), "language").vocabulary == ("a", "b", "c", "<unk>")
-
-
-@pytest.mark.parametrize(("size", "dtype"), [(255, np.uint8), (256, np.uint16), (65536, np.int32)])
-def test_dtype_by_vocabulary(tmp_path: Path, size: int, dtype: type) -> None:
-    """With <unk>."""
-    text = "".join(chr(0x10000 + number) for number in range(size)) * 2
-    file = source(tmp_path, text.encode())
-    tokens = encode_stream(file, learn_stream(file, spec(), "language"), MemoryAppender)
-    assert tokens.dtype == dtype
-    assert tokens.tolist() == [*range(size)] * 2
-
-
-def test_bytes_have_no_vocabulary_to_limit(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"data.min_count does not apply to byte tokens"):
-        learn_stream(source(tmp_path, b"a"), spec(tokens="byte", min_count=2), "language")
-
-
-def test_cut_ends_pieces_at_borders() -> None:
-    assert list(cut(["ab c", "d", "e\nf"], " \n")) == ["ab ", "cde\n", "f"]
-    assert list(finished(["a", "b"])) == ["a", "b", "\n"]
-    assert list(finished(["a\n"])) == ["a\n"]
-    assert list(finished([])) == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from carrywave.data.order import SequenceOrder
-from carrywave.data.python_inputs import from_python
+from carrywave.data.prepare import from_python
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import (
     doubts,

@@ -11,8 +11,7 @@ import torch
 
 from carrywave.data.loader import build
 from carrywave.data.order import Cursor
-from carrywave.data.prepare import Prepared
-from carrywave.data.python_inputs import from_python
+from carrywave.data.prepare import Prepared, from_python
 from carrywave.model.heads.forecast import Forecast
 from carrywave.prediction.evaluation import order_for
 from carrywave.spec.load import parse

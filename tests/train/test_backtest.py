@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import carrywave as cw
 from carrywave.cli.main import app
-from carrywave.data.python_inputs import series_of
+from carrywave.data.prepare import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, UserError
 from carrywave.report.backtest_page import backtest_page

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import carrywave as cw
 from carrywave.cli.main import app
-from carrywave.data.python_inputs import series_of
+from carrywave.data.prepare import series_of
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.load import parse

@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 
 import carrywave as cw
-from carrywave.data.prepare import prepare
-from carrywave.data.python_inputs import read_python
+from carrywave.data.prepare import prepare, read_python
 from carrywave.errors import DataError, SpecError
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.prediction.outputs import HeadOutputs

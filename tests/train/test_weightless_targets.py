@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import carrywave as cw
-from carrywave.data.python_inputs import from_python
+from carrywave.data.prepare import from_python
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 from carrywave.report.blocks import Listing

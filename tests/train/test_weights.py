@@ -107,7 +107,7 @@ def test_members_of_an_ensemble_are_weighted_alike(tmp_path: Path) -> None:
     x, y, w = arrays()
     cw.fit(MODEL, {"train": (x, y, w), "valid": (x, y, w)}, task="classification", **HOW, run=tmp_path / "run")
     saved = open_run(tmp_path / "run", "cpu")
-    parts = [saved.task.part("valid", cw.data.python_inputs.read_python((x, y, w), saved.task.codec, saved.spec))] * 2
+    parts = [saved.task.part("valid", cw.data.prepare.read_python((x, y, w), saved.task.codec, saved.spec))] * 2
     found = evaluate_together([saved, saved], parts, Details())
     alone = evaluate_run(tmp_path / "run", data=(x, y, w))
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)

@@ -16,11 +16,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.files import fields, label_sets
-from carrywave.data.files.arrays import NewArray, token_dtype
 from carrywave.data.files.rows import SHOWN, WEIGHT, Row, Rows
 from carrywave.data.formats.recognised import NamedRows
-from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Ints, Sequences
-from carrywave.data.tables.moments import Moments, scale_of, standardise
+from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Ints, Sequences, token_dtype
+from carrywave.data.tables.moments import Scale, scale_of, standardise
 from carrywave.data.text import spelling, vocabulary
 from carrywave.data.text.tag_scheme import tags_of
 from carrywave.data.text.tally import Tally
@@ -45,8 +44,8 @@ class _Learned:
     held: Flags
     labels: dict[str, str] = field(default_factory=dict)  # name -> kind
     sets: label_sets.LabelSets = field(default_factory=label_sets.LabelSets)
-    features: Moments = field(default_factory=Moments)
-    targets: Moments = field(default_factory=Moments)
+    features: list[fields.Matrix] = field(default_factory=list)  # of the rows that are trained on
+    targets: list[fields.Matrix] = field(default_factory=list)
     text_labels: bool = True  # of transcriptions: whether they are texts
     columns: int | None = None
     outputs: int | None = None
@@ -61,7 +60,7 @@ class _Learned:
             if isinstance(content, np.ndarray) and content.dtype == np.float64:
                 self.columns = content.shape[1]
                 if not held:
-                    self.features.add(content)
+                    self.features.append(content)
             yield content
 
     def _watch(self, row: Row, where: str, *, held: bool) -> None:
@@ -71,8 +70,8 @@ class _Learned:
         elif task == "regression":
             target = fields.target_of(row, where, self.outputs)
             self.outputs = len(target)
-            if not held and not weightless(row):
-                self.targets.add(target[None])
+            if not held and not zero_weight(row):
+                self.targets.append(target[None])
         elif task != "language":
             self.text_labels &= task == "transcription" and isinstance(row.get("labels"), str)
             self.labels |= {label[1]: label[0] for label in fields.labels_of(row, task, where) if label is not None}
@@ -86,7 +85,12 @@ class _Learned:
         return fields.steps_of(row, where, self.columns)
 
 
-def weightless(row: Row) -> bool:
+def _scale(rows: list[fields.Matrix], columns: int) -> Scale:
+    """The mean and deviation of each column; 0 and 1 of nothing."""
+    return scale_of(np.concatenate(rows)) if rows else ((0.0,) * columns, (1.0,) * columns)
+
+
+def zero_weight(row: Row) -> bool:
     """True if the target of a row is to count for nothing."""
     weight = row.get(WEIGHT)
     return weight is not None and not isinstance(weight, str) and bool(np.all(np.asarray(weight) == 0))
@@ -124,11 +128,11 @@ def learn(rows: NamedRows, spec: Spec, held: Flags) -> Codec:
         for _ in seen.contents(seen.steps):
             pass  # their moments are recorded
         width = seen.columns or 0
-        mean, std = seen.features.scale(wanted=spec.data.standardize is True, columns=width)
+        mean, std = _scale(seen.features if spec.data.standardize is True else [], width)
         by_sequence = spec.data.standardize == "sequence"
         learned = {"columns": tuple(map(str, range(width))), "mean": mean, "std": std, "own_scale": by_sequence}
     if spec.task == "regression":
-        learned["target_mean"], learned["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
+        learned["target_mean"], learned["target_std"] = _scale(seen.targets if spec.data.standardize else [], seen.outputs or 0)
     labels = seen.sets.labels if spec.data.multi_label else seen.labels
     types = set(labels.values())
     names = rows.names()
@@ -175,7 +179,6 @@ ids_of = partial(fields.tokens_of, words=False)  # which must be whole numbers
 def encode(
     rows: Rows,
     codec: Codec,
-    new: NewArray,
     *,
     labelled: bool,
     join: bool,
@@ -194,8 +197,9 @@ def encode(
     targeted, per_step = labelled and codec.task != "language", codec.task in RESETS
     outputs = len(codec.labels) if several else codec.outputs if codec.task == "regression" else None
     columns = len(codec.columns) if codec.kind is None else 1 + codec.word_length if codec.word_length else None
-    inputs = new(np.float32 if codec.kind is None else token_dtype(max(codec.size, codec.character_codes)), columns)
-    targets = new(np.int64 if outputs is None else np.float32, outputs) if targeted else None
+    dtype = np.float32 if codec.kind is None else token_dtype(max(codec.size, codec.character_codes))
+    inputs: list[NDArray[Any]] = [np.empty((0,) if columns is None else (0, columns), dtype)]
+    targets: list[NDArray[Any]] = [np.empty(0, np.int64) if outputs is None else np.empty((0, outputs), np.float32)]
     sizes, numbers = list[int](), list[int]()  # the steps and the labels of each row
     resets, weights = list[Flags | None](), list[float | fields.Matrix | None]()
     for number, row in rows:
@@ -204,8 +208,8 @@ def encode(
         sizes.append(len(content))
         if sizes[-1] < shortest:
             raise DataError(f"{where}: {codec.field} has {sizes[-1]} steps, and needs {shortest}; extend the row, or remove it")
-        inputs.append(content)
-        if targets is not None:
+        inputs.append(np.array(content, dtype))  # a copy: whoever yields rows may reuse them
+        if targeted:
             target = _target(codec, row, sizes[-1], where, tally)
             targets.append(target)
             numbers.append(len(target))
@@ -219,7 +223,7 @@ def encode(
         raise _empty(rows)
     if join and total < (2 if labelled else 1):
         raise DataError(f"{rows.name} has 1 token, but a language model needs 2 to have a target; add more text")
-    starts, made = np.cumsum(lengths) - lengths, None if targets is None else targets.close()
+    starts, made = np.cumsum(lengths) - lengths, np.concatenate(targets) if targeted else None
     begins = _each_step(resets, lengths, False, np.bool_)
     if join and documents:
         begins = np.zeros(total, np.bool_) if begins is None else begins.copy()
@@ -229,7 +233,7 @@ def encode(
     by_row = None if listed else _each_step(weights, np.ones_like(lengths), 1.0, np.float32)
     ends = np.cumsum(np.array(numbers, np.int64))
     return Sequences(
-        inputs.close(),
+        np.concatenate(inputs),
         np.zeros(1, np.int64) if join else starts,
         np.array([total], np.int64) if join else lengths,
         labels=None if codec.task == "tagging" else made,

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data.dealing import deal
+from carrywave.data.lanes import assign_lanes
 from carrywave.data.sequences import Ints
 from carrywave.data.shuffle import BATCHES, MEMBERS, PHASES, draw_words, permutation, varied_steps
 from carrywave.errors import DataError
@@ -76,7 +76,7 @@ class StreamOrder:
         self.lanes = lanes if cut else min(lanes, len(lengths))
         self.steps, self.cut = steps, cut
         self._seed, self._vary = seed, vary
-        sequence, offset, length, lane = deal(lengths, self.lanes, steps, cut=cut)
+        sequence, offset, length, lane = assign_lanes(lengths, self.lanes, steps, cut=cut)
         by_lane = np.argsort(lane, kind="stable")
         self._sequence, self._offset, self._length = sequence[by_lane], offset[by_lane], length[by_lane]
         self._lane = lane[by_lane]

@@ -1,31 +1,23 @@
-"""Prepare the data a spec names: find, read, split and cache its files; or read one more file with the codec of a run."""
+"""Prepares data: reads, splits and caches the files that a spec names, or objects of Python; or reads one more part with a run's codec."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from carrywave.data import examples, holdout, overlap
+from carrywave.data import examples, holdout
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes
-from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
-from carrywave.data.files.frame_file import read_frame
 from carrywave.data.files.label_sets import NONE
-from carrywave.data.files.source import Source, find
-from carrywave.data.formats.opening import labels_beside, open_rows
-from carrywave.data.formats.recognised import NOTHING, Known, NamedRows
-from carrywave.data.formats.series_formats import tsf
+from carrywave.data.formats.recognised import NamedRows
+from carrywave.data.inputs import Input, file_of
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables import series, step_series
-from carrywave.data.tables.series_rows import choice_of, table_of_rows
-from carrywave.data.tables.table import Open, Table, arrange
+from carrywave.data.tables.table import Table
 from carrywave.data.text import token_stream
 from carrywave.data.text.documents import BLANK_LINE, ROW
 from carrywave.data.text.tally import Tally
@@ -34,11 +26,7 @@ from carrywave.spec.defaults import AUTO, with_spans
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
-if TYPE_CHECKING:
-    from carrywave.data.python_inputs import ObjectInput
-
-IS_TSF = re.compile(r"(?im)^@attribute\s[^@]*(?s:.)*^@data\s*$")
-Frame = tuple[pd.DataFrame, tuple[str, ...]]  # a table, and lines on how it was read
+PARTS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
 
 
 @dataclass(frozen=True)
@@ -55,56 +43,6 @@ class Prepared:
     about: Mapping[str, Any] = field(default_factory=dict)  # how a table of series was read, for programs
 
 
-@dataclass(frozen=True)
-class FileInput:
-    """A file that a spec or a command names."""
-
-    source: Source
-    spec: Spec
-
-    @staticmethod
-    def of(name: str, spec: Spec, field: str) -> FileInput:
-        """Find the file; `field` is the key that names it."""
-        data = spec.data
-        place = cache.folder(data.cache)
-        source = find(name, field=field, format=data.format, any_bytes=_reads_bytes(spec), cache=place, encoding=data.encoding)
-        if source.format == "text" and data.weight is not None and spec.task == "language":
-            fact = f"{source.name} is read as plain text, which has no field {data.weight} (data.weight)"
-            raise DataError(f"{fact}; use .jsonl, or remove it")
-        return FileInput(source, spec)
-
-    @property
-    def name(self) -> str:
-        """The file as the user named it."""
-        return self.source.name
-
-    @property
-    def stream(self) -> Source | None:
-        """The file, if its text is one stream."""
-        return self.source if self.spec.task == "language" and self.spec.streams and self.source.format == "text" else None
-
-    def rows(self, codec: Codec | None, *, labelled: bool) -> NamedRows:
-        """The rows of the file."""
-        return open_rows(self.source, self.spec, labelled=labelled, known=told_by(codec))
-
-    def frame(self) -> Frame | Table | None:
-        """The table in the file; a text that is no table may be one of the Monash archive."""
-        source = self.source
-        if source.format == "jsonl" and '"steps"' in next(iter(source.texts()), ""):
-            return None
-        if source.format == "text" and (text := "".join(source.texts())) and IS_TSF.search(text):
-            return tsf(text), source.notes()
-        return read_frame(source, self.spec.data)
-
-    @property
-    def files(self) -> list[Path]:
-        """The file, and those beside it that may have its labels."""
-        return [] if self.source.path is None else [self.source.path, *labels_beside(self.source, self.spec)]
-
-
-Input: TypeAlias = "FileInput | ObjectInput"  # one part of the data
-
-
 def _silent(_: str) -> None:
     """Discard a note."""
 
@@ -116,38 +54,96 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
         raise SpecError("data.train is not set; set it to a file to train on")
     inputs = _inputs(spec)
     place = cache.folder(spec.data.cache)
-    files = {part: [(str(path.absolute()), hashes.signs_of(path)) for path in each.files] for part, each in inputs.items()}
-    key = key_of(files, spec, codec)
+    key = _key(inputs, spec, codec)
 
-    def built(new: NewArray) -> Entry:
+    def built() -> Entry:
         note(f"reading {', '.join(each.name for each in inputs.values())} into the cache {place / key}")
-        return build(inputs, spec, new, codec)
+        return build(inputs, spec, codec)
 
     return bundle(cache.fetch(place, key, built), note)
 
 
-def _inputs(spec: Spec) -> dict[str, FileInput]:
+def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepared:
+    """Prepare data for training. `data` is train, or a dict of train, valid and test; each part may be
+
+    - a Path, or a string that names a file (see `file_of`): all parts must then be files;
+    - a text (language); an array or tensor of tokens, one stream or [sequences, steps]; a list of sequences of any length;
+    - a pair (inputs, targets), or (inputs, targets, weights); a list of such pairs, or of dicts with the fields of a JSON line;
+    - a frame (pandas, polars, Arrow): series for forecasting, else rows with the fields of a JSON line;
+    - a map-style Dataset of dicts or pairs; a Dataset of Hugging Face's library, streamed or not;
+    - an array [rows, columns], or a list of them, for forecasting.
+
+    With `codec`, it is read as the data of another run was read.
+    """
+    check_codec(codec, spec)
+    by_part = _by_part(data)
+    named = naming(data, spec)
+    if named.data.train is not None:
+        return prepare(named, codec=codec)
+    inputs = {part: Input(part, spec, data=value) for part, value in by_part.items()}
+    return bundle(build(inputs, spec, codec).fingerprinted())
+
+
+def naming(data: Any, spec: Spec) -> Spec:
+    """Return the spec with the files that `data` names in place of its own, or with `data.train` None if `data` holds objects.
+
+    Beside a file to train on, the spec's own `data.valid` and `data.test` stay; beside objects they are refused unless replaced there.
+    """
+    by_part = _by_part(data)
+    files = {part: file for part, value in by_part.items() if (file := file_of(value, spec)) is not None}
+    if files and len(files) < len(by_part):
+        raise DataError(f"data mixes files ({', '.join(files)}) and objects; pass all parts as files or all as objects")
+    from_spec = {part: file for part in ("valid", "test") if part not in by_part and (file := getattr(spec.data, part)) is not None}
+    if from_spec and not files:
+        fact = " and ".join(f"data.{part}" for part in from_spec)
+        wanted = ", ".join(f"'{part}': …" for part in ("train", "valid", "test") if part in from_spec or part in by_part)
+        raise SpecError(f"the spec names {fact}, but the data was passed as an object, not as a file; pass {{{wanted}}}, or remove {fact}")
+    named = {"train": None, "valid": None, "test": None, **from_spec, **files}
+    return spec.model_copy(update={"data": spec.data.model_copy(update=named)})
+
+
+def _by_part(data: Any) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        return {"train": data}
+    unknown = [name for name in data if name not in PARTS]
+    if unknown or "train" not in data:
+        raise DataError(f"data is a dict with keys {', '.join(map(str, data)) or 'none'}; use train and, optionally, valid and test")
+    return {PARTS[name]: value for name, value in data.items() if value is not None}
+
+
+def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
+    """Read one more part, a file or an object, with the codec of a run; if not `labelled`, labels may be missing and are not read."""
+    return encode(Input.of(data, spec, part), codec, spec, labelled=labelled, part=part)
+
+
+def series_of(data: Any, codec: Codec | None, spec: Spec, *, labelled: bool = False) -> Table:
+    """Return the series in a file or an object, in their original units; if `labelled`, with the weights of targets."""
+    return Input.of(data, spec).table(codec, labelled=labelled)
+
+
+def _inputs(spec: Spec) -> dict[str, Input]:
     """The files of the parts that the spec names."""
     names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
-    return {part: FileInput.of(name, spec, f"data.{part}") for part, name in names.items() if name is not None}
+    return {part: Input.of(name, spec, part, f"data.{part}") for part, name in names.items() if name is not None}
 
 
 def digests_of(spec: Spec) -> dict[str, tuple[str, str]]:
     """The name and the SHA-256 of each data file that the spec names, by its key in the spec; with files of labels beside it."""
     found = {}
     for part, each in _inputs(spec).items():
-        digests = [each.source.digest(), *(hashes.sha256(path) for path in each.files[1:])]
+        digests = [hashes.sha256(path) for path in each.files] or [cache.key_of(each.name)]
         found[f"data.{part}"] = each.name, digests[0] if len(digests) == 1 else cache.key_of(digests)
     return found
 
 
-def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
+def _key(inputs: Mapping[str, Input], spec: Spec, codec: Codec | None) -> str:
     """Return a hash of what identifies the parts of the data and of every option that may affect how they are read."""
+    files = {part: [(str(path.absolute()), hashes.signs_of(path)) for path in each.files] for part, each in inputs.items()}
     left_open = spec.model.crf == AUTO
     spec = with_spans(spec, spans=True)  # the labels decide whether
     data = spec.data.model_dump(mode="json", exclude={"train", "valid", "test", "cache"})
     model = [left_open, spec.model.characters != "none", spec.model.dropout_rare > 0, spec.streams, spec.steps, spec.past_steps]
-    return cache.key_of([dict(parts), None if codec is None else codec.to_json(), spec.task, spec.train.seed, model, data])
+    return cache.key_of([files, None if codec is None else codec.to_json(), spec.task, spec.train.seed, model, data])
 
 
 def bundle(entry: Entry, note: Callable[[str], None] = _silent) -> Prepared:
@@ -196,37 +192,12 @@ def check_codec(codec: Codec | None, spec: Spec) -> None:
             raise DataError("{}={}, but the codec is for {}; start from a run of the same task".format(key, *words))
 
 
-def _reads_bytes(spec: Spec) -> bool:
-    """True if a file of text is read as raw bytes, whatever it contains."""
-    return spec.task == "language" and spec.data.tokens == "byte" and spec.streams
-
-
-def told_by(codec: Codec | None) -> Known:
-    """What a codec tells of the columns and labels of other data."""
-    return NOTHING if codec is None else Known(codec.text_column, codec.label_column, codec.labels)
-
-
-def opener(given: Input) -> Open:
-    """Return a function that reads the series of an input as the spec says or, given a codec, as the training data was read."""
-
-    def open_table(codec: Codec | None, labelled: bool = True) -> Table:
-        found = given.frame()
-        if found is None:
-            return table_of_rows(given.rows(codec, labelled=labelled), given.spec, codec, labelled=labelled)
-        if isinstance(found, Table):
-            return found
-        frame, notes = found
-        return arrange(frame, given.name, choice_of(given.spec.data, codec, given.name, labelled=labelled), notes=notes)
-
-    return open_table
-
-
-def build(inputs: Mapping[str, Input], spec: Spec, new: NewArray, codec: Codec | None) -> Entry:
+def build(inputs: Mapping[str, Input], spec: Spec, codec: Codec | None) -> Entry:
     """Read all parts: those that are given, and valid, which is held out of train if it is not; without a codec, learn it."""
     if spec.reads_series:
         how = step_series.build if spec.each_step else series.build
-        entry = how(opener(inputs["train"])(codec), spec, new, codec=codec, files=inputs.keys())
-        others = {part: encode(each, entry.codec, spec, new, part=part) for part, each in inputs.items() if part != "train"}
+        entry = how(inputs["train"].table(codec), spec, codec=codec, files=inputs.keys())
+        others = {part: encode(each, entry.codec, spec, part=part) for part, each in inputs.items() if part != "train"}
         told = [*entry.notes, *(line for data in others.values() for line in data.notes)]
         return replace(entry, parts=entry.parts | others, notes=tuple(dict.fromkeys(told)))
     train, share = inputs["train"], 0.0 if "valid" in inputs else spec.data.share
@@ -243,7 +214,7 @@ def build(inputs: Mapping[str, Input], spec: Spec, new: NewArray, codec: Codec |
             notes.insert(0, f"{train.name}: whole numbers are read as tokens, {codec.size - 1:,} different ones at most; {how_to}")
     parts: dict[str, Sequences] = {}
     for part, each in inputs.items():
-        parts[part] = encode(each, codec, spec, new, part=part, rows=rows if part == "train" else None)
+        parts[part] = encode(each, codec, spec, part=part, rows=rows if part == "train" else None)
         notes += [*(() if each.stream is None else each.stream.notes()), *parts[part].notes]
     valid: Sequences | None = None
     if share and spec.task == "language" and spec.streams and len(parts["train"]) == 1:
@@ -251,23 +222,23 @@ def build(inputs: Mapping[str, Input], spec: Spec, new: NewArray, codec: Codec |
     elif held.any():
         parts["train"], valid = holdout.pick(parts["train"], ~held), holdout.pick(parts["train"], held)
     parts |= {} if valid is None else {"valid": valid}
-    return Entry(parts, codec, (*dict.fromkeys(notes), *overlap.notes(parts)))
+    return Entry(parts, codec, tuple(dict.fromkeys(notes)))
 
 
 def encode(
-    given: Input, codec: Codec, spec: Spec, new: NewArray, *, labelled: bool = True, part: str = "data", rows: NamedRows | None = None
+    given: Input, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data", rows: NamedRows | None = None
 ) -> Sequences:
     """Read one part with a codec; if not `labelled`, labels may be missing and are not read. `rows` are those of the part, if it was opened
     before.
     """
     if spec.reads_series:
         how = step_series.read if spec.each_step else series.read
-        read = how(opener(given)(codec, labelled), codec, spec, new, part=part, labelled=labelled)
+        read = how(given.table(codec, labelled=labelled), codec, spec, part=part, labelled=labelled)
         check_weights(part, read)
         return read
     if (stream := given.stream) is not None:
         tally = Tally()
-        tokens = token_stream.encode_stream(stream, codec, new, tally)
+        tokens = token_stream.encode_stream(stream, codec, tally)
         if len(tokens) < holdout.LEAST_TOKENS and labelled:
             raise DataError(f"{stream.name} has {len(tokens)} token, but a language model needs 2 to have a target; add more text")
         if spec.data.reset == ROW:
@@ -276,6 +247,6 @@ def encode(
         return Sequences(tokens, np.array([0], np.int64), np.array([len(tokens)], np.int64), notes=notes)
     rows = rows or given.rows(codec, labelled=labelled)
     join = spec.task == "language" and spec.streams and rows.join
-    read = examples.encode(rows, codec, new, labelled=labelled, join=join, documents=spec.data.reset == ROW, part=part)
+    read = examples.encode(rows, codec, labelled=labelled, join=join, documents=spec.data.reset == ROW, part=part)
     check_weights(part, read)
     return read

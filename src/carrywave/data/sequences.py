@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 Ints = NDArray[np.int64]
 # In the place of a label that train does not have: it has no loss, and no answer is right. The second one goes on with a span.
@@ -89,3 +89,8 @@ class View:
     history: History | None = None  # the past values that a head reads beside each step
     resets_at: Callable[[NDArray[np.int64]], NDArray[np.bool_]] | None = None  # rows [T, B] -> True where the state starts anew
     linear: NDArray[np.float32] | None = None  # [n, answers + 1] what a linear part says of each sequence, and how much the network weighs
+
+
+def token_dtype(size: int) -> DTypeLike:
+    """Return the smallest dtype that holds tokens 0 … size - 1."""
+    return np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32

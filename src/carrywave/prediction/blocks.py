@@ -19,7 +19,6 @@ import numpy as np
 
 from carrywave.data import examples
 from carrywave.data.codec import Codec
-from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.fields import FIELDS
 from carrywave.data.files.rows import Row, Rows
 from carrywave.data.files.source import FORMATS, STANDARD_FOLDER
@@ -76,7 +75,7 @@ def read_blocks(rows: Rows, codecs: Sequence[Codec], kept: Mapping[str, str], ta
         some = Rows(rows.name, lambda full=full: full, rows.kind, join=False)  # type: ignore[misc]
         how: dict[str, Any] = {"labelled": False, "join": False, "may_be_empty": True}
         tallies = (tally, *(Tally() for _ in codecs[1:]))
-        data = tuple(examples.encode(some, codec, MemoryAppender, tally=each, **how) for codec, each in zip(codecs, tallies, strict=True))
+        data = tuple(examples.encode(some, codec, tally=each, **how) for codec, each in zip(codecs, tallies, strict=True))
         yield Block(data, [carried(row, kept, rows.where(number)) for number, row in piece], frozenset(empty))
 
 

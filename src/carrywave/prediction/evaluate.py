@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from carrywave.data.python_inputs import file_of, read_python
+from carrywave.data.inputs import file_of
+from carrywave.data.prepare import read_python
 from carrywave.data.text.tag_scheme import tags_of
 from carrywave.errors import DataError, UserError, option
 from carrywave.model.opaque_model import Loss

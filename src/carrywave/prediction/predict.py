@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.rows import Row, Rows
-from carrywave.data.python_inputs import read_python, rows_for, series_of, series_opener
+from carrywave.data.inputs import Input
+from carrywave.data.prepare import read_python
 from carrywave.data.tables import step_series
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.text.tally import Tally
@@ -201,7 +201,7 @@ def _rows(members: Sequence[Saved], request: _Request) -> Iterator[Iterable[Row]
         kept = kept_columns(request.keep, spec)
         rows = Rows("the prompt", lambda: [(0, {"text": request.prompt or ""})], kind="")
         if request.data is not None:
-            rows = rows_for(request.data, spec, codecs[0])
+            rows = Input.of(request.data, spec).rows(codecs[0], labelled=False)
     if spec.task == "language":
         yield from continuations(members, rows, kept, request.tokens, request.sampling, tally)
     else:
@@ -224,17 +224,17 @@ def _of_series(members: Sequence[Saved], request: _Request) -> Iterator[Row]:
     made, notes = list[Iterator[Row]](), list[str]()
     with raise_on_all(world):
         kept_columns(request.keep, spec)
+        given = Input.of(request.data, spec)
     for member in members:
         with raise_on_all(world, no_timeout=True):
             its, spec = member.task.codec, member.spec
+            table = given.table(its, labelled=False)
             if spec.task == "forecasting":
-                table = series_of(request.data, its, spec)
-                sequences = read_python(request.data, its, spec, labelled=False)
+                sequences = read_python(table, its, spec, labelled=False)
                 short = short_of_season(spec, sequences.lengths)
                 notes += [*sequences.notes, *unseen_series(table.name, table.names, its), *([] if short is None else [short])]
             else:
-                table = series_opener(request.data, spec)(its, labelled=False)
-                sequences = step_series.read(table, its, spec, MemoryAppender, part="data", labelled=False)
+                sequences = step_series.read(table, its, spec, part="data", labelled=False)
                 notes += sequences.notes
         if request.samples is not None:
             steps = sample_paths.check(member, request.samples, request.steps)

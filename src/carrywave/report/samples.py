@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from carrywave.data.python_inputs import series_of
+from carrywave.data.prepare import series_of
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.parts import whole

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.rows import Row
-from carrywave.data.prepare import digests_of
-from carrywave.data.python_inputs import series_of
+from carrywave.data.prepare import digests_of, series_of
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.channels import forward
@@ -194,7 +192,7 @@ def forecast(saved: Saved, table: Table, origins: Origins, wanted: Sequence[int]
         if not len(numbers):
             continue
         past = at_origin(table, origins, origin, forecast=True)
-        data = series.encoded(past, codec, MemoryAppender)
+        data = series.encoded(past, codec)
         outs = outputs.of(data)
         if not outs:
             continue

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from carrywave import heap
-from carrywave.data.python_inputs import naming
+from carrywave.data.prepare import naming
 from carrywave.errors import PlanError, UserError
 from carrywave.launch import launch_record, script_workers
 from carrywave.launch.launcher import RESTARTS, Patience

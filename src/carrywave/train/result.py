@@ -14,7 +14,7 @@ import torch
 from carrywave.data.batch import Batch
 from carrywave.data.loader import build
 from carrywave.data.order import Cursor, Window
-from carrywave.data.python_inputs import read_python
+from carrywave.data.prepare import read_python
 from carrywave.prediction.stepper import Stepper
 from carrywave.tasks.task import Task
 from carrywave.train.loop_state import Ending

@@ -66,7 +66,7 @@ def _columnar(source: Source) -> pd.DataFrame:
 
 
 def _text_table(source: Source, data: DataSpec, *, as_text: bool) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    content = source.content()  # in UTF-8, whatever the file's encoding
+    content = source.content
     if not content[:HEAD_BYTES].strip():
         return pd.DataFrame(), ()
     told = {name: value for name, value in data.told.items() if name != "encoding"}

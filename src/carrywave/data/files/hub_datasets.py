@@ -7,10 +7,8 @@ file like any other. Class labels are read by their names. The library is import
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +51,6 @@ def _named(column: Any, feature: Any) -> Any | None:
     return pa.array(feature.names, pa.string()).take(codes)
 
 
-def key(dataset: Any) -> str:
-    """A hash that changes with the rows: the library's own, or of a streamed dataset the hash of all that it holds."""
-    fingerprint = getattr(dataset, "_fingerprint", None)
-    if hasattr(dataset, "__len__") and isinstance(fingerprint, str):
-        return f"{fingerprint} {len(dataset)}"
-    digest = hashlib.sha256()
-    for table in tables_of(dataset):
-        digest.update(json.dumps(table.to_pylist(), sort_keys=True, default=str).encode())
-    return digest.hexdigest()
-
-
 def is_name(name: str) -> bool:
     """True if a name in a spec is that of a dataset."""
     return name.startswith(PREFIX)
@@ -72,9 +59,21 @@ def is_name(name: str) -> bool:
 def fetch(name: str, field: str, cache: Path) -> Path:
     """The Parquet file in the cache with the rows of a dataset, written now if it is not there; `field` is its key in the spec."""
     dataset = _load(name, field)
-    place = cache / FOLDER / f"{hashlib.sha256(key(dataset).encode()).hexdigest()[:32]}.parquet"
-    if not place.is_file():
-        _write(dataset, name, place)
+    if not len(dataset):
+        raise DataError(f"{name} is empty; use a dataset with at least one row")
+    key = hashlib.sha256(f"{dataset._fingerprint} {len(dataset)}".encode()).hexdigest()[:32]
+    place = cache / FOLDER / f"{key}.parquet"
+    draft = place.with_name(f".draft-{os.getpid()}-{place.name}")
+    try:
+        if not place.is_file():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            pa_parquet.write_table(pa.concat_tables(table.replace_schema_metadata(None) for table in tables_of(dataset)), draft)
+            draft.replace(place)
+    except OSError as error:
+        fact = f"{name} cannot be written to the cache {place.parent} ({error.strerror})"
+        raise from_system(error, DataError)(f"{fact}; set data.cache to another folder") from error
+    finally:
+        draft.unlink(missing_ok=True)
     return place
 
 
@@ -98,22 +97,3 @@ def _load(name: str, field: str) -> Any:
         names = ", ".join(f"{PREFIX}{rest}#{each}" if each else f"{PREFIX}{rest}" for each in loaded)
         raise DataError(f"{field}={name} has no split {wanted}; name one: {names}")
     return loaded[wanted]
-
-
-def _write(dataset: Any, name: str, place: Path) -> None:
-    """Write a file as a whole or not at all; another process that writes the same one does no harm."""
-    draft = place.with_name(f".draft-{os.getpid()}-{place.name}")
-    tables = (table.replace_schema_metadata(None) for table in tables_of(dataset))
-    try:
-        if (first := next(tables, None)) is None:
-            raise DataError(f"{name} is empty; use a dataset with at least one row")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with pa_parquet.ParquetWriter(draft, first.schema) as writer:
-            for table in chain([first], tables):
-                writer.write_table(table.cast(first.schema))
-        draft.replace(place)
-    except OSError as error:
-        fact = f"{name} cannot be written to the cache {place.parent} ({error.strerror})"
-        raise from_system(error, DataError)(f"{fact}; set data.cache to another folder") from error
-    finally:
-        draft.unlink(missing_ok=True)

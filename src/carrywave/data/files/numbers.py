@@ -25,10 +25,10 @@ def as_numbers(column: pd.Series, *, decimal: str = ".") -> tuple[pd.Series | No
 
     Each distinct text is read once.
     """
-    known = column.dropna()
-    sample = pd.Series(known.iloc[:: max(1, len(known) // SAMPLE)].astype(str).to_list(), dtype=object)
+    some = column.iloc[:: max(1, len(column) // SAMPLE)].dropna()
+    sample = pd.Series((some if len(some) else column.dropna().iloc[:SAMPLE]).astype(str).to_list(), dtype=object)
     if not _numbers(sample[~_is_missing(sample)], decimal).notna().mean() > 0.5:
-        nothing = bool(_is_missing(sample).all() and _is_missing(known).all())
+        nothing = bool(_is_missing(sample).all() and _is_missing(column.dropna()).all())
         return (pd.Series(np.nan, column.index), []) if nothing else (None, [])
     codes, texts = pd.factorize(column)
     written = pd.Series(texts, dtype=object).astype(str)

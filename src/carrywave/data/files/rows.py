@@ -55,7 +55,7 @@ def json_rows(source: Source) -> Rows:
     if not source.head().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return Rows(source.name, lambda: _lines(source, _an_object), LINE)
     try:
-        return listed_rows(source.name, [_an_object(row) for row in json.loads(b"".join(source.blocks()))])
+        return listed_rows(source.name, [_an_object(row) for row in json.loads(source.content)])
     except (ValueError, RecursionError) as error:
         raise DataError(f"{source.name} is not JSON ({str(error)[:100]}); write an array of objects: [{EXAMPLE}, …]") from error
 
@@ -85,11 +85,5 @@ def table_rows(tables: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Row
 
 def parquet_rows(source: Source) -> Rows:
     """The rows of a Parquet file."""
-
-    def batches() -> Iterator[Any]:
-        with source.guard(lambda: pa_parquet.ParquetFile(source.path, memory_map=True)) as file:
-            found = file.iter_batches(batch_size=BATCH_ROWS)
-            while (batch := source.guard(lambda: next(found, None))) is not None:
-                yield batch
-
-    return Rows(source.name, lambda: table_rows(batches(), start=1), ROW)
+    table = source.guard(lambda: pa_parquet.read_table(source.path))
+    return Rows(source.name, lambda: table_rows(table.to_batches(max_chunksize=BATCH_ROWS), start=1), ROW)

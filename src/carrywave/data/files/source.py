@@ -1,14 +1,10 @@
-"""A `Source` is one file as the user named it: located, decompressed and decoded, and read in blocks, never as a whole.
-
-Higher layers read blocks of UTF-8, blocks of text or numbered lines, and never deal with compression or encodings.
-"""
+"""A `Source` is one file as the user named it: located, unpacked, and read once, as a whole, in UTF-8 whatever its encoding."""
 
 from __future__ import annotations
 
 import bz2
 import codecs
 import gzip
-import hashlib
 import importlib
 import io
 import lzma
@@ -16,19 +12,19 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import pyarrow as pa
 
-from carrywave.data.files import hashes, hub_datasets, remote
+from carrywave.data.files import hub_datasets, remote
 from carrywave.errors import DataError, ResourceError, from_system, one_line, remedy_for
 from carrywave.spec.data_spec import BUILTIN_TEXT
 
 Format = Literal["text", "jsonl", "csv", "parquet"]
 
-BLOCK_BYTES = 8 << 20
 FORMATS: dict[str, Format] = {
     ".txt": "text",
     ".text": "text",
@@ -82,22 +78,13 @@ class Source:
     name: str  # as the user wrote it; used in error messages
     path: Path | None  # None for the built-in text
     format: Format
-    block_bytes: int = BLOCK_BYTES
-    encoding: str | None = None  # of text that is not plain UTF-8; None also for raw bytes
-    encoding_is_set: bool = False  # rather than found
+    encoding: str = "auto"  # of text; auto: what a byte-order mark says, else UTF-8, or cp1252 if it cannot be that
     raw: bool = False  # any bytes, which are unpacked only if the name says so
 
     def head(self) -> bytes:
         """Return the first bytes of the content."""
         with self.guard(self.open) as stream:
             return bytes(self.guard(lambda: stream.read(HEAD_BYTES)))
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the stored bytes."""
-        if self.path is None:
-            return hashlib.sha256(builtin_text().encode()).hexdigest()
-        path = self.path
-        return str(self.guard(lambda: hashes.sha256(path)))
 
     def open(self) -> Any:
         """Open a binary stream of the unpacked content."""
@@ -109,58 +96,37 @@ class Source:
         unpack = next((unpack for magic, unpack in UNPACKED.items() if packed and first.startswith(magic)), None)
         return self.path.open("rb") if unpack is None else unpack(self.path)
 
-    def _raw(self) -> Iterator[bytes]:
+    @cached_property
+    def _read(self) -> tuple[bytes, str]:
+        """The whole content in UTF-8, and the encoding that it was in."""
         with self.guard(self.open) as stream:
-            while block := self.guard(lambda: stream.read(self.block_bytes)):
-                yield bytes(block)
+            content = bytes(self.guard(stream.read))
+        if self.raw:
+            return content, "utf-8"
+        marked = [encoding for mark, encoding in MARKS.items() if content.startswith(mark)]
+        for encoding in [self.encoding] if self.encoding != "auto" else marked or ["utf-8", *WESTERN]:
+            try:
+                text = content.decode("utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding)
+            except UnicodeError as error:
+                at, of = getattr(error, "start", 0), encoding
+                continue
+            return content if encoding == "utf-8" else text.encode(), encoding
+        remedy = "set data.encoding to the encoding it was written in, or use data.tokens=byte"
+        raise DataError(f"{self.name} is not text in {of} (byte {at}); {remedy}")
 
+    @property
     def content(self) -> bytes:
-        """Return the whole content, as UTF-8 whatever the file's encoding: at once where nothing is to be converted."""
-        if self.encoding is not None:
-            return b"".join(self.blocks())
-        with self.guard(self.open) as stream:
-            return bytes(self.guard(stream.read))
+        """The whole content, as UTF-8 whatever the file's encoding."""
+        return self._read[0]
 
-    def blocks(self) -> Iterator[bytes]:
-        """Yield the content in blocks of about `block_bytes`, as UTF-8 whatever the file's encoding."""
-        if self.encoding is None:
-            yield from self._raw()
-            return
-        for text in self.texts():
-            yield text.encode()
-
-    def texts(self) -> Iterator[str]:
-        """Yield the content as blocks of text, without splitting a character whose bytes straddle a block boundary."""
-        decoder = codecs.getincrementaldecoder(self.encoding or "utf-8-sig")()
-        at = 0
-        try:
-            for block in self._raw():
-                if text := decoder.decode(block):
-                    yield text
-                at += len(block)
-            if text := decoder.decode(b"", final=True):
-                yield text
-        except UnicodeError as error:
-            where = f"byte {at + getattr(error, 'start', 0)}"
-            remedy = "set data.encoding to the encoding it was written in"
-            raise DataError(
-                f"{self.name} is not text in {self.encoding or 'utf-8'} ({where}); {remedy}, or use data.tokens=byte"
-            ) from error
+    @property
+    def text(self) -> str:
+        """The whole content as text."""
+        return self.content.decode()
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield numbered lines (from 1) in UTF-8 without their line ends."""
-        number = 1
-        parts: list[bytes] = []
-        for index, block in enumerate(self.blocks()):
-            data = block.removeprefix(codecs.BOM_UTF8) if index == 0 else block
-            *whole, rest = data.split(b"\n")
-            for line in whole:
-                yield number, b"".join((*parts, line))
-                number, parts = number + 1, []
-            parts.append(rest)
-        last = b"".join(parts)
-        if last:
-            yield number, last
+        return enumerate((line.removesuffix(b"\n") for line in io.BytesIO(self.content)), start=1)
 
     def guard(self, read: Callable[[], Any]) -> Any:
         """Call `read` and convert errors about a broken file to a `DataError`."""
@@ -174,40 +140,30 @@ class Source:
 
     def notes(self) -> tuple[str, ...]:
         """A line about an encoding that was found and not asked for."""
-        found = self.encoding not in (None, "utf-8-sig") and not self.encoding_is_set
-        return (f"{self.name}: reading text in {self.encoding} (data.encoding)",) if found else ()
+        if self.encoding != "auto" or self.raw or self.format == "parquet" or self._read[1] in ("utf-8", "utf-8-sig"):
+            return ()
+        return (f"{self.name}: reading text in {self._read[1]} (data.encoding)",)
 
 
 def find(
-    name: str,
-    *,
-    field: str,
-    format: str = "auto",
-    block_bytes: int = BLOCK_BYTES,
-    any_bytes: bool = False,
-    cache: Path | None = None,
-    encoding: str = "auto",
+    name: str, *, field: str, format: str = "auto", any_bytes: bool = False, cache: Path | None = None, encoding: str = "auto"
 ) -> Source:
     """Return the source for a name in the spec, or raise an error that says what is wrong; `any_bytes`: plain text may be any bytes.
-
-    `encoding` is that of text; auto: what a byte-order mark says, else UTF-8, or cp1252 if it cannot be that.
 
     An address in an object store is fetched into the folder `cache`, and so is a dataset of Hugging Face's library.
     """
     if name == BUILTIN_TEXT:
-        return Source(name, None, "text", block_bytes)
+        return Source(name, None, "text")
     if cache is not None and hub_datasets.is_name(name):
-        return Source(name, hub_datasets.fetch(name, field, cache), "parquet", block_bytes)
+        return Source(name, hub_datasets.fetch(name, field, cache), "parquet")
     path = Path(os.path.expanduser(name)) if cache is None or not remote.is_address(name) else remote.fetch(name, cache)
+    setting = "" if field == "data" else f"{field}="  # that of a spec, rather than the input of a command
     if not path.exists():
-        setting = "" if field == "data" else f"{field}="  # that of a spec, rather than the input of a command
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise DataError(f"{setting}{name}: file not found{where}; use the path of an existing file, or {BUILTIN_TEXT}")
     if not path.is_file():
-        what = "a folder" if path.is_dir() else "not a regular file, but data is read more than once"
-        raise DataError(f"{field}={name} is {what}; use the path of a file")
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSIONS]
-    kind = suffixes[-1] if suffixes else ""
+        raise DataError(f"{setting}{name} is {'a folder' if path.is_dir() else 'not a regular file'}; use the path of a file")
+    kind = next((suffix.lower() for suffix in path.suffixes[::-1] if suffix.lower() not in COMPRESSIONS), "")
     name = STANDARD_INPUT if path.parent.name.startswith(STANDARD_FOLDER) else name
     try:
         with path.open("rb") as file:
@@ -217,29 +173,9 @@ def find(
         raise from_system(error, DataError)(f"{field}={name} cannot be opened ({error.strerror}); {remedy}") from error
     read_as = FORMATS.get(kind, "text") if format == "auto" else cast(Format, format)
     raw = any_bytes and read_as == "text"
-    source = Source(name, path, read_as, block_bytes, raw=raw)
     if kind in FOREIGN and not raw and first.startswith(BINARY):  # a text may have such a name, too
         raise DataError(f"{name} {FOREIGN[kind].format(name=name)}")
-    if source.format == "parquet" or raw:
-        return source
-    return replace(source, encoding=_encoding_of(source) if encoding == "auto" else encoding, encoding_is_set=encoding != "auto")
-
-
-def _encoding_of(source: Source) -> str | None:
-    """The encoding of a text, of which the whole is looked at; None for plain UTF-8."""
-    head = source.head()
-    if (marked := next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), None)) is not None:
-        return marked
-    for encoding in (None, *WESTERN):
-        decoder = codecs.getincrementaldecoder(encoding or "utf-8")()
-        try:
-            for block in source._raw():
-                decoder.decode(block)
-            decoder.decode(b"", final=True)
-            return encoding
-        except UnicodeError:
-            continue
-    raise AssertionError("latin-1 reads anything")
+    return Source(name, path, read_as, encoding, raw)
 
 
 def builtin_text() -> str:

@@ -59,10 +59,10 @@ def _rows(source: Source, spec: Spec, labelled: bool, known: Known) -> tuple[Row
 
 def _read(source: Source, spec: Spec, labelled: bool, known: Known) -> Read | None:
     """The rows of a text that its field has a form for."""
-    text, tagging = "".join(source.texts()), spec.task == "tagging"
+    text, tagging = source.text, spec.task == "tagging"
     asked = Asked(spec.data.label, known.labels, spec.data.multi_label)
     for other in labels_beside(source, spec) if labelled else []:
-        labels = "".join(find(str(other), field="labels", format="text", encoding=spec.data.encoding).texts())
+        labels = find(str(other), field="labels", format="text", encoding=spec.data.encoding).text
         if (rows := paired(text, labels, tagging=tagging)) is not None:
             return Read(rows, f"labels are read from {other.name}, line by line")
     if tagging:
@@ -80,8 +80,7 @@ def _read(source: Source, spec: Spec, labelled: bool, known: Known) -> Read | No
 
 def _is_table(source: Source) -> bool:
     """True if nearly every line of a text has columns that are separated by tabs."""
-    text = next(iter(source.texts()), "")
-    lines = [line for line in text.split("\n")[:1000] if line.strip()]
+    lines = [line for line in source.text[: 1 << 20].split("\n")[:1000] if line.strip()]
     return bool(lines) and sum("\t" in line.strip() for line in lines) > 0.9 * len(lines)
 
 

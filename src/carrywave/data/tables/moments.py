@@ -1,4 +1,4 @@
-"""Mean and standard deviation of columns, accumulated block by block in float64, and standardisation with them."""
+"""Mean and standard deviation of columns, in float64, and standardisation with them."""
 
 from __future__ import annotations
 
@@ -23,43 +23,6 @@ def unusable(values: Values) -> NDArray[np.bool_]:
     return refused
 
 
-class Moments:
-    """Count, mean and sum of squared deviations, merged by Chan's rule: exact up to rounding, however the rows are split into blocks.
-
-    Values are taken relative to the first row, so a constant column has a deviation of exactly zero, without rounding error.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._first, self._mean, self._square, self._largest = (np.zeros(0) for _ in range(4))
-
-    def add(self, rows: Values) -> None:
-        """Add rows [rows, columns]."""
-        if not len(rows):
-            return
-        if not self.count:
-            self._first = np.array(rows[0])
-            self._mean, self._square, self._largest = (np.zeros_like(self._first) for _ in range(3))
-        beyond = rows - self._first
-        mean = beyond.mean(axis=0)
-        total = self.count + len(rows)
-        delta = mean - self._mean
-        self._mean = self._mean + delta * (len(rows) / total)
-        self._square = self._square + ((beyond - mean) ** 2).sum(axis=0) + delta**2 * (self.count * len(rows) / total)
-        self._largest = np.maximum(self._largest, np.abs(rows).max(axis=0))
-        self.count = total
-
-    def scale(self, *, wanted: bool, columns: int) -> Scale:
-        """Return (mean, std) of each column, with std 1 for one that is constant up to rounding error: dividing by that would amplify
-        noise. Zeros and ones if no scaling is wanted.
-        """
-        if not wanted or not self.count:
-            return (0.0,) * columns, (1.0,) * columns
-        std = np.sqrt(self._square / self.count)
-        std = np.where(std > NOISE * self._largest, std, 1.0)
-        return tuple((self._first + self._mean).tolist()), tuple(std.tolist())
-
-
 def scales_of(
     rows: Values, starts: Ints, lengths: Ints, *, season: int = 0, counted: Sequence[int] = (), missing: NDArray[np.bool_] | None = None
 ) -> tuple[Values, Values]:
@@ -72,28 +35,29 @@ def scales_of(
         rows, missing = rows[at], None if missing is None else missing[at]
     begins = np.cumsum(lengths) - lengths
     sizes = np.maximum(lengths, 1)[:, None].astype(np.float64)
-    present = np.ones(rows.shape, np.bool_)
+    absent = np.zeros((0, 0), np.bool_) if missing is None else np.pad(missing, ((0, 0), (0, rows.shape[1] - missing.shape[1])))
     first = rows[begins]
-    if missing is not None:
-        present[:, : missing.shape[1]] = ~missing
-        there = np.add.reduceat(present, begins, axis=0, dtype=np.int64)
-        present |= np.repeat(there == 0, lengths, axis=0)  # what is missing throughout is as it was filled in
+    if absent.size:
+        there = np.add.reduceat(~absent, begins, axis=0, dtype=np.int64)
+        absent &= np.repeat(there > 0, lengths, axis=0)  # what is missing throughout is as it was filled in
         sizes = np.where(there == 0, sizes, there)
-        places = np.where(present, np.arange(len(rows))[:, None], len(rows))
+        places = np.where(absent, len(rows), np.arange(len(rows))[:, None])
         first = np.take_along_axis(rows, np.minimum.reduceat(places, begins, axis=0), axis=0)
     # Relative to the first value, so that a constant column has a deviation of exactly zero, without rounding error.
-    beyond = np.where(present, rows - np.repeat(first, lengths, axis=0), 0.0)
+    beyond = rows - np.repeat(first, lengths, axis=0)
+    beyond[absent if absent.size else slice(0)] = 0.0
     mean = np.add.reduceat(beyond, begins, axis=0) / sizes
-    spread = np.where(present, beyond - np.repeat(mean, lengths, axis=0), 0.0)
-    std = np.sqrt(np.add.reduceat(spread * spread, begins, axis=0) / sizes)
-    std = np.where(std > NOISE * np.maximum.reduceat(np.where(present, np.abs(rows), 0.0), begins, axis=0), std, 1.0)
+    beyond -= np.repeat(mean, lengths, axis=0)
+    beyond[absent if absent.size else slice(0)] = 0.0
+    std = np.sqrt(np.add.reduceat(np.square(beyond, out=beyond), begins, axis=0) / sizes)
+    std = np.where(std > NOISE * np.maximum.reduceat(np.abs(rows), begins, axis=0), std, 1.0)
     mean = first + mean
     for place in counted:
         size = np.add.reduceat(np.abs(rows[:, place]), begins) / lengths
         mean[:, place], std[:, place] = 0.0, np.where(size > 0, size, 1.0)
     if season and not counted:
         # A column that repeats every season up to rounding error has no change to speak of.
-        change = _changes(rows, begins, lengths, season, present)
+        change = _changes(rows, begins, lengths, season, ~absent if absent.size else np.ones(rows.shape, np.bool_))
         std = np.where(change > LEAST_CHANGE * std, change, std)
     return mean, std
 

@@ -119,7 +119,7 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     way = None if timeless else _best(frame, name, choice, columns)
     every = len(frame)
     if way is not None:
-        frame, way = _without_repeats(frame, way, name, choice, notes)
+        frame, way = _without_repeats(frame, way, name, choice, notes, columns)
         lost = way.instants.times.isna()
         if lost.any():
             notes.append(f"{name}: {counted(int(lost.sum()), 'row without a time is', 'rows without a time are')} left out")
@@ -284,9 +284,14 @@ def _series(
     return nearly
 
 
-def _without_repeats(frame: pd.DataFrame, way: _Way, name: str, choice: ColumnChoice, notes: list[str]) -> tuple[pd.DataFrame, _Way]:
+def _without_repeats(
+    frame: pd.DataFrame, way: _Way, name: str, choice: ColumnChoice, notes: list[str], columns: _Columns
+) -> tuple[pd.DataFrame, _Way]:
     """The rows with each time once in each series: identical rows are read once, others as `data.repeats` says."""
-    if choice.frequency == "none" or way.told_apart:
+    times = way.instants.times.to_numpy()
+    codes = columns.joined(frame, way.series) if way.series else np.zeros(len(frame), np.int64)
+    order = np.lexsort((times, codes))
+    if choice.frequency == "none" or way.told_apart or not ((np.diff(codes[order]) == 0) & (times[order][1:] == times[order][:-1])).any():
         return frame, way
     keys = [*way.series, "\0"]
     whole = frame.assign(**{"\0": way.instants.times})

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
@@ -138,19 +137,12 @@ def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, 
     return (f"{where}: {many} {fact}",) if new else ()
 
 
-def _encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
+def _encode(table: Table, codec: Codec) -> NDArray[np.float32]:
     """Encode all rows of a table as a model reads it: numbers, standardised, and the codes of categories, 0 for a value that train does not
     contain.
     """
     mean, std = (np.repeat(each, table.totals, axis=0) for each in _scales(table, codec))
-    return stored(new, np.concatenate([standardise(table.values, mean, std), known_codes(table, codec).astype(np.float32)], axis=1))
-
-
-def stored(new: NewArray, values: NDArray[np.float32]) -> NDArray[Any]:
-    """Return the values as an array of the cache, or in memory."""
-    appender = new(np.float32, values.shape[1] if values.ndim > 1 else None)
-    appender.append(values)
-    return appender.close()
+    return np.concatenate([standardise(table.values, mean, std), known_codes(table, codec).astype(np.float32)], axis=1)
 
 
 def known_codes(table: Table, codec: Codec) -> Ints:
@@ -200,7 +192,7 @@ def names_of(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
     return tuple(name for name, is_kept in zip(table.names, kept, strict=True) if is_kept)
 
 
-def build(table: Table, spec: Spec, new: NewArray, *, codec: Codec | None, files: Collection[str]) -> Entry:
+def build(table: Table, spec: Spec, *, codec: Codec | None, files: Collection[str]) -> Entry:
     """Build the parts that are cut from train's table; `files` are those that have one of their own."""
     cut = spans(table, spec, files)
     # A series that is too short to be trained on is left out of all parts: its scale would come from rows that are held out.
@@ -214,19 +206,19 @@ def build(table: Table, spec: Spec, new: NewArray, *, codec: Codec | None, files
     read_as, read_spans = reading(table), {part: reading.part(span, table) for part, span in cut.items()}
     read_kept = {part: np.repeat(each, reading.many) for part, each in kept.items()}
     codec = codec or learn(read_as, read_spans["train"].only(read_kept["train"]), spec, reading, names_of(read_as, read_kept["train"]))
-    inputs = _encode(read_as, codec, new)
+    inputs = _encode(read_as, codec)
     parts = {part: _sequences(inputs, span, read_kept[part], read_as, codec) for part, span in read_spans.items()}
     notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
     return Entry(parts, codec, tuple(notes), table.about)
 
 
-def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:
+def encoded(table: Table, codec: Codec) -> Sequences:
     """Return all rows of a table as sequences, with no warm-up."""
     table = TargetReading.of(codec)(table)
-    return _sequences(_encode(table, codec, new), whole(table), np.ones(len(table.names), np.bool_), table, codec)
+    return _sequences(_encode(table, codec), whole(table), np.ones(len(table.names), np.bool_), table, codec)
 
 
-def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
+def read(table: Table, codec: Codec, spec: Spec, *, part: str, labelled: bool) -> Sequences:
     """Read a separate table with the codec of the training data."""
     span, kept = whole(table), np.ones(len(table.names), np.bool_)
     used = span if labelled else SeriesPart(table.starts, table.totals, span.warm)  # a forecast also reads what is known ahead
@@ -237,7 +229,7 @@ def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, la
     elif codec.known:
         check_known(table, codec, spec.data.horizon)
     table, many = TargetReading.of(codec)(table), len(codec.channels) or 1
-    return replace(_sequences(_encode(table, codec, new), whole(table), np.repeat(kept, many), table, codec), notes=notes)
+    return replace(_sequences(_encode(table, codec), whole(table), np.repeat(kept, many), table, codec), notes=notes)
 
 
 def check_known(table: Table, codec: Codec, horizon: int) -> None:

@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
-from carrywave.data.files.arrays import NewArray
 from carrywave.data.files.cache import Entry
 from carrywave.data.holdout import held_out
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.calendar import calendar_columns
 from carrywave.data.tables.moments import scale_of, standardise
 from carrywave.data.tables.parts import SeriesPart, spans, whole
-from carrywave.data.tables.series import described, known_codes, names_of, stored, unseen_values
+from carrywave.data.tables.series import described, known_codes, names_of, unseen_values
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -33,21 +32,21 @@ SEEN, AGE = "_seen", "_age"
 Cut = dict[str, SeriesPart]
 
 
-def build(table: Table, spec: Spec, new: NewArray, *, codec: Codec | None, files: Collection[str]) -> Entry:
+def build(table: Table, spec: Spec, *, codec: Codec | None, files: Collection[str]) -> Entry:
     """Build the parts that are cut from the training series; `files` are those that have one of their own."""
     cut = _cut(table, spec, files)
     codec = codec or _learn(table, cut["train"], spec)
-    parts, left_out = _encoded(table, cut, codec, spec, new)
+    parts, left_out = _encoded(table, cut, codec, spec)
     notes = [*table.notes, *left_out]
     for part, span in cut.items():
         notes += unseen_values(part, table, codec, span) if part != "train" else ()
     return Entry({part: data for part, data in parts.items() if len(data)}, codec, tuple(notes), table.about)
 
 
-def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
+def read(table: Table, codec: Codec, spec: Spec, *, part: str, labelled: bool) -> Sequences:
     """Read a separate table with the codec of the training data; if not `labelled`, all series, without targets."""
     span = _warmed(whole(table), spec) if labelled else whole(table)
-    parts, left_out = _encoded(table, {part: span}, codec, spec, new, labelled=labelled)
+    parts, left_out = _encoded(table, {part: span}, codec, spec, labelled=labelled)
     notes = (*table.notes[1:], *unseen_values(part, table, codec), *left_out)  # which columns are read was reported in training
     return replace(parts[part], notes=notes)
 
@@ -114,16 +113,13 @@ def _deviations(scored: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array([np.std(values) if len(values) > 1 else np.nan for values in present])
 
 
-def _encoded(
-    table: Table, cut: Cut, codec: Codec, spec: Spec, new: NewArray, *, labelled: bool = True
-) -> tuple[dict[str, Sequences], list[str]]:
+def _encoded(table: Table, cut: Cut, codec: Codec, spec: Spec, *, labelled: bool = True) -> tuple[dict[str, Sequences], list[str]]:
     """The parts of a table as a model reads it, which share their arrays, and a line for each part with series that have no target."""
     targets = codec.step_targets if labelled else ()
-    inputs, tags, weights = stored(new, _inputs(table, codec)), None, None
+    inputs, tags, weights = _inputs(table, codec), None, None
     if labelled:
         values = table.values[:, [table.columns.index(target) for target in targets]]
-        tags = stored(new, standardise(values, codec.target_mean, codec.target_std))
-        weights = None if table.weights is None else stored(new, table.weights)
+        tags, weights = standardise(values, codec.target_mean, codec.target_std), table.weights
     known, units = dict(zip(codec.names, codec.spreads, strict=True)), np.array(codec.target_std)
     parts: dict[str, Sequences] = {}
     lines: list[str] = []

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns, calendar_features
 from carrywave.data.tables.choice import ColumnChoice, listed, quoted, require
@@ -75,12 +74,6 @@ class Table:
             return None
         lacking = np.isnan(self.unfilled[rows][:, list(columns)])
         return lacking if lacking.any() else None
-
-
-class Open(Protocol):
-    """Opens series as the spec says or, given a codec, as the training data was read; with or without their targets."""
-
-    def __call__(self, codec: Codec | None, labelled: bool = True) -> Table: ...
 
 
 def arrange(frame: pd.DataFrame, name: str, choice: ColumnChoice, *, notes: tuple[str, ...] = ()) -> Table:

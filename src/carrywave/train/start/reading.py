@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from carrywave.data.files import hashes
-from carrywave.data.prepare import Prepared, digests_of, prepare
-from carrywave.data.python_inputs import from_python
+from carrywave.data.prepare import Prepared, digests_of, from_python, prepare
 from carrywave.errors import DataError, UserError
 from carrywave.parallel.startup.rendezvous import NAMED, on_every_rank
 from carrywave.parallel.world import World, all_gather_json, raise_on_all

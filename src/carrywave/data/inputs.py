@@ -1,13 +1,16 @@
-"""Read data from Python objects: arrays, tensors, lists of sequences, texts, frames and map-style Datasets, validated like files.
+"""An `Input` is one part of the data, a file or an object of Python, as what a task reads: a text, rows, or a table of series.
 
-Nothing here imports torch, pandas, polars or datasets: objects are recognised by duck typing.
+Objects are arrays, tensors, lists of sequences, texts, frames and map-style Datasets. They are recognised by duck typing, so that nothing
+here imports torch, polars or datasets, and are validated like files.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,109 +20,91 @@ from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hub_datasets
-from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.fields import FIELDS, as_plain
+from carrywave.data.files.frame_file import read_frame
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of, to_pandas
 from carrywave.data.files.remote import is_address
 from carrywave.data.files.rows import BATCH_ROWS, ITEM, WEIGHT, Row, Rows, table_rows
-from carrywave.data.files.source import COMPRESSIONS, FORMATS
-from carrywave.data.formats.recognised import NamedRows, target_field
-from carrywave.data.prepare import FileInput, Frame, Input, Prepared, build, bundle, check_codec, encode, key_of, opener, prepare, told_by
-from carrywave.data.sequences import Sequences
-from carrywave.data.tables.table import Open, Table
-from carrywave.errors import DataError, SpecError
+from carrywave.data.files.source import COMPRESSIONS, FORMATS, Source, find
+from carrywave.data.formats.opening import labels_beside, open_rows
+from carrywave.data.formats.recognised import NOTHING, Known, NamedRows, target_field
+from carrywave.data.formats.series_formats import tsf
+from carrywave.data.tables.series_rows import choice_of, table_of_rows
+from carrywave.data.tables.table import Table, arrange
+from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
+IS_TSF = re.compile(r"(?im)^@attribute\s[^@]*(?s:.)*^@data\s*$")
 LONGEST_NAME = 4096  # maximum length of a file name, in characters
-PARTS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
-
-
-def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepared:
-    """Prepare data for training. `data` is train, or a dict of train, valid and test; each part may be
-
-    - a Path, or a string that names a file (see `file_of`): all parts must then be files;
-    - a text (language); an array or tensor of tokens, one stream or [sequences, steps]; a list of sequences of any length;
-    - a pair (inputs, targets), or (inputs, targets, weights); a list of such pairs, or of dicts with the fields of a JSON line;
-    - a frame (pandas, polars, Arrow): series for forecasting, else rows with the fields of a JSON line;
-    - a map-style Dataset of dicts or pairs; a Dataset of Hugging Face's library, streamed or not;
-    - an array [rows, columns], or a list of them, for forecasting.
-
-    With `codec`, it is read as the data of another run was read.
-    """
-    check_codec(codec, spec)
-    by_part = _by_part(data)
-    named = naming(data, spec)
-    if named.data.train is not None:
-        return prepare(named, codec=codec)
-    inputs = {part: ObjectInput(value, part, spec) for part, value in by_part.items()}
-    if not spec.reads_series and all(map(hub_datasets.is_dataset, by_part.values())):  # it may be larger than memory
-        key = key_of({part: hub_datasets.key(value) for part, value in by_part.items()}, spec, codec)
-        return bundle(cache.fetch(cache.folder(spec.data.cache), key, lambda new: build(inputs, spec, new, codec)))
-    return bundle(build(inputs, spec, MemoryAppender, codec).fingerprinted())
-
-
-def naming(data: Any, spec: Spec) -> Spec:
-    """Return the spec with the files that `data` names in place of its own, or with `data.train` None if `data` holds objects.
-
-    Beside a file to train on, the spec's own `data.valid` and `data.test` stay; beside objects they are refused unless replaced there.
-    """
-    by_part = _by_part(data)
-    files = {part: file for part, value in by_part.items() if (file := file_of(value, spec)) is not None}
-    if files and len(files) < len(by_part):
-        raise DataError(f"data mixes files ({', '.join(files)}) and objects; pass all parts as files or all as objects")
-    from_spec = {part: file for part in ("valid", "test") if part not in by_part and (file := getattr(spec.data, part)) is not None}
-    if from_spec and not files:
-        fact = " and ".join(f"data.{part}" for part in from_spec)
-        wanted = ", ".join(f"'{part}': …" for part in ("train", "valid", "test") if part in from_spec or part in by_part)
-        raise SpecError(f"the spec names {fact}, but the data was passed as an object, not as a file; pass {{{wanted}}}, or remove {fact}")
-    named = {"train": None, "valid": None, "test": None, **from_spec, **files}
-    return spec.model_copy(update={"data": spec.data.model_copy(update=named)})
-
-
-def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
-    """Read one more part, a file or an object, with the codec of a run; if not `labelled`, labels may be missing and are not read."""
-    return encode(_input(data, spec, part), codec, spec, MemoryAppender, labelled=labelled, part=part)
-
-
-def rows_for(data: Any, spec: Spec, codec: Codec | None = None, *, part: str = "data") -> Rows:
-    """Return the rows of a file or an object, to be read one at a time without their labels, as the training data was read."""
-    return _input(data, spec, part).rows(codec, labelled=False)
-
-
-def series_of(data: Any, codec: Codec | None, spec: Spec, *, labelled: bool = False) -> Table:
-    """Return the series in a file or an object, in their original units; if `labelled`, with the weights of targets."""
-    return series_opener(data, spec)(codec, labelled)
-
-
-def series_opener(data: Any, spec: Spec) -> Open:
-    """Return a function that reads the series in a file or an object, given the codec of a run, and whether they have targets."""
-    return opener(_input(data, spec, "data"))
-
-
-def _input(data: Any, spec: Spec, part: str) -> Input:
-    file = file_of(data, spec)
-    return ObjectInput(data, part, spec) if file is None else FileInput.of(file, spec, part)
 
 
 @dataclass(frozen=True)
-class ObjectInput:
-    """An object of Python."""
+class Input:
+    """A file, which has a source, or an object."""
 
-    data: Any
-    name: str
+    name: str  # as the user wrote it, or the part that an object is
     spec: Spec
-    stream: None = None
+    source: Source | None = None
+    data: Any = None
+
+    @staticmethod
+    def of(data: Any, spec: Spec, part: str = "data", field: str | None = None) -> Input:
+        """The input that a file's name, a path or an object is; `field` is the key of the spec that names it."""
+        name = str(data) if field is not None else file_of(data, spec)
+        if name is None:
+            return Input(part, spec, data=data)
+        asked, place = spec.data, cache.folder(spec.data.cache)
+        any_bytes = spec.task == "language" and asked.tokens == "byte" and spec.streams
+        source = find(name, field=field or part, format=asked.format, any_bytes=any_bytes, cache=place, encoding=asked.encoding)
+        if source.format == "text" and asked.weight is not None and spec.task == "language":
+            fact = f"{source.name} is read as plain text, which has no field {asked.weight} (data.weight)"
+            raise DataError(f"{fact}; use .jsonl, or remove it")
+        return Input(source.name, spec, source)
+
+    @property
+    def stream(self) -> Source | None:
+        """The file, if its text is one stream."""
+        text = self.source is not None and self.source.format == "text"
+        return self.source if text and self.spec.task == "language" and self.spec.streams else None
+
+    @property
+    def files(self) -> list[Path]:
+        """The file, and those beside it that may have its labels."""
+        source = self.source
+        return [] if source is None or source.path is None else [source.path, *labels_beside(source, self.spec)]
 
     def rows(self, codec: Codec | None, *, labelled: bool) -> NamedRows:
         """Its rows, with the fields that tasks read."""
+        if self.source is not None:
+            return open_rows(self.source, self.spec, labelled=labelled, known=told_by(codec))
         return NamedRows(_rows(self.data, self.name, self.spec), self.spec, labelled, told_by(codec))
 
-    def frame(self) -> Frame | Table | None:
-        """The table that it is; None for lists of numbers, and for rows with `steps`."""
-        if isinstance(self.data, Table):  # read already, as the spec says
+    def table(self, codec: Codec | None, *, labelled: bool = True) -> Table:
+        """Its series, as the spec says or, given a codec, as the training data was read; with or without their targets."""
+        if isinstance(self.data, Table):  # read already
             return self.data
-        frame = to_pandas(self.data, self.name)
-        return None if frame is None or "steps" in frame.columns else (frame, ())
+        if self._frame is None:
+            return table_of_rows(self.rows(codec, labelled=labelled), self.spec, codec, labelled=labelled)
+        frame, notes = self._frame
+        return arrange(frame, self.name, choice_of(self.spec.data, codec, self.name, labelled=labelled), notes=notes)
+
+    @cached_property
+    def _frame(self) -> tuple[pd.DataFrame, tuple[str, ...]] | None:
+        """The table that it is, and lines on how it was read; None for rows with `steps`, and for lists of numbers."""
+        source = self.source
+        if source is None:
+            frame = to_pandas(self.data, self.name)
+            return None if frame is None or "steps" in frame.columns else (frame, ())
+        if source.format == "jsonl" and '"steps"' in source.text[: 1 << 20]:
+            return None
+        if source.format == "text" and IS_TSF.search(source.text):
+            return tsf(source.text), source.notes()
+        return read_frame(source, self.spec.data)
+
+
+def told_by(codec: Codec | None) -> Known:
+    """What a codec tells of the columns and labels of other data."""
+    return NOTHING if codec is None else Known(codec.text_column, codec.label_column, codec.labels)
 
 
 def file_of(value: Any, spec: Spec) -> str | None:
@@ -141,15 +126,6 @@ def file_of(value: Any, spec: Spec) -> str | None:
     if a_word and (is_address(value) or (suffixes and suffixes[-1] in FORMATS)):
         return value
     return value if value.startswith(("builtin:", hub_datasets.PREFIX)) or os.path.isfile(value) else None
-
-
-def _by_part(data: Any) -> dict[str, Any]:
-    if not isinstance(data, Mapping):
-        return {"train": data}
-    unknown = [name for name in data if name not in PARTS]
-    if unknown or "train" not in data:
-        raise DataError(f"data is a dict with keys {', '.join(map(str, data)) or 'none'}; use train and, optionally, valid and test")
-    return {PARTS[name]: value for name, value in data.items() if value is not None}
 
 
 def _rows(data: Any, part: str, spec: Spec) -> Rows:
