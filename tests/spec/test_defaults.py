@@ -62,10 +62,8 @@ def test_signals_get_a_front_and_short_sequences_none() -> None:
     short = DataFacts(features=1, labels=("a", "b"), sequences=100, steps=2_000, longest=20)
     fronts = [fitted(asked, facts).model for facts in (signals, words, short)]
     assert [layer.stride for layer in fronts[0].front_layers] == [2, 2, 2]
-    assert (fronts[0].front_dropout, fronts[0].front_norm, fronts[0].front_scales) == (0.2, "sequence", True)
-    assert [(model.front, model.front_dropout, model.front_norm, model.front_scales) for model in fronts[1:]] == [
-        ("none", 0.0, "step", False)
-    ] * 2
+    assert (fronts[0].front_dropout, fronts[0].front_scales) == (0.2, True)
+    assert [(model.front, model.front_dropout, model.front_scales) for model in fronts[1:]] == [("none", 0.0, False)] * 2
 
 
 @pytest.mark.parametrize(
@@ -93,6 +91,18 @@ def test_a_linear_part_follows_the_length_of_series_unless_it_is_given() -> None
         for asked in (96, 30, 5, 0)
     ]
     assert read == [16, 30, 5, 0]  # 96 is the default
+
+
+@pytest.mark.parametrize(("sequences", "season", "past"), [(400, 24, 336), (400, 48, 336), (400, 12, 168), (400, 1, 96), (10, 24, 96)])
+def test_of_many_series_a_line_reads_several_seasons(sequences: int, season: int, past: int) -> None:
+    facts = DataFacts(features=1, outputs=1, sequences=sequences, steps=1000 * sequences, longest=1000)
+    asked = parse({"task": "forecasting", "data": {"horizon": 4, "season": season}})
+    assert fitted(asked, facts).model.linear == past
+
+
+def test_a_language_model_begins_as_its_optimizer_is_used_to() -> None:
+    begun = [parse({"task": "language", "train": {"optimizer": optimizer}}).model for optimizer in ("adam", "sgd")]
+    assert [(model.init_bias, model.forget_bias) for model in begun] == [("frequency", 1.0), ("zero", None)]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ FEATURES, NGRAMS = 20_000, 1 << 18  # of random convolutions; of words, pairs of
 WANTED_STEPS = {"language": 1000, "tagging": 1000, "classification": 2000, "transcription": 3000, "regression": 2000, "forecasting": 3000}
 LEAST_EPOCHS, MOST_EPOCHS = 5, 150
 LEAST_PATIENCE, MOST_PATIENCE = 5, 15  # evaluations
+MANY_SERIES, SEASONS, MOST_PAST_STEPS = 32, 14, 336  # of so many series, a line reads so many seasons, up to so many values
 ENOUGH_TO_CHOOSE = 100  # sequences of valid with one target each, by which the best weights can be told from lucky ones
 # What finds spans best: by sections, for keys that are not set.
 SPANS: Mapping[str, Mapping[str, Any]] = {
@@ -130,13 +131,15 @@ def _with_linear_part(spec: Spec, facts: DataFacts) -> Spec:
 
 
 def _with_line(spec: Spec, facts: DataFacts) -> Spec:
-    """With a linear part that, unless another number than the default is given, reads no more values than series have before most of
-    their origins.
+    """With a linear part that, unless another number than the default is given, reads several seasons of many series, which share its
+    weights, and no more values than series have before most of their origins.
     """
-    room = max(1, (-(-facts.steps // max(facts.sequences, 1)) - spec.data.horizon) // 2)
-    if spec.task != "forecasting" or spec.model.linear != PAST_STEPS or room >= PAST_STEPS:
+    if spec.task != "forecasting" or spec.model.linear != PAST_STEPS:
         return spec
-    return _with_model(spec, linear=room)
+    room = max(1, (-(-facts.steps // max(facts.sequences, 1)) - spec.data.horizon) // 2)
+    seasons = SEASONS * spec.data.season if facts.sequences >= MANY_SERIES else 0
+    found = min(max(PAST_STEPS, min(seasons, MOST_PAST_STEPS)), room)
+    return spec if found == PAST_STEPS else _with_model(spec, linear=found)
 
 
 def _with_epochs(spec: Spec, batches: int) -> Spec:

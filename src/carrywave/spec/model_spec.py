@@ -39,11 +39,10 @@ class ModelSpec(Section):
         "transcription and regression, and tagging if every stride is 1",
     )
     front_dropout: Share = Field(0.0, description="dropout after each convolution of the front")
-    front_norm: Literal["step", "sequence"] = Field(
-        "step", description="what follows each convolution of the front: a norm over the channels of each step, or over a whole sequence"
-    )
     front_scales: bool = Field(
-        False, description="the front reads numbers in the units of their own sequence, too, with that sequence's mean and deviation"
+        False,
+        description="the front reads numbers in the units of their own sequence, too, with that sequence's mean and deviation, and its "
+        "norms are over whole sequences; otherwise over the channels of each step",
     )
     dropout: Share = Field(0.0, description="dropout on the token embedding, between layers and before the head")
     dropout_input: Share | None = Field(

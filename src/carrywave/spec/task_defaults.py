@@ -13,7 +13,7 @@ from carrywave.spec.section import Section
 from carrywave.spec.spec import PAST_STEPS, Spec
 
 ADAM = ("adam", "adamw")
-FRONT: dict[str, Any] = {"front_dropout": 0.2, "front_norm": "sequence", "front_scales": True}
+FRONT: dict[str, Any] = {"front_dropout": 0.2, "front_scales": True}
 TAGS_DROPOUT = 0.3  # of labels that do not write spans
 # Language: the learning rate of Adam times the width of the widest layer, of at least 128 units.
 WIDTH_RATE = {"char": 1.28, "byte": 1.28, "word": 0.4, "bpe": 0.4}
@@ -40,6 +40,8 @@ def with_task_defaults(spec: Spec) -> Spec:
 
 
 def _language(spec: Spec) -> Sections:
+    if spec.train.optimizer not in ADAM:
+        return {"model": {"init_bias": "zero"}}  # published recipes begin with torch's biases, and their rates are made for these
     # Not for a GRU: its update gate also shuts out what is new, and the loss was 0.01 to 0.02 higher.
     model: dict[str, Any] = {"forget_bias": 1.0} if spec.model.cell == lstm.CELL.name else {}
     return {"model": model, "train": {"lr": WIDTH_RATE[spec.data.tokens] / max(128, *spec.model.widths)}}

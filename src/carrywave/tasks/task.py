@@ -234,8 +234,7 @@ class Task:
         if not spec.front_layers:
             return encoder
         words = isinstance(encoder, Embedding | SpelledWords)
-        scales = spec.front_scales and not words
-        return Front(encoder if words else encoder.width, spec.front_layers, spec.front_dropout, norm=spec.front_norm, scales=scales)
+        return Front(encoder if words else encoder.width, spec.front_layers, spec.front_dropout, scales=spec.front_scales)
 
     def _words(self, words: Embedding, train: Sequences | None) -> Embedding | SpelledWords:
         """The embedding of tokens, with what reads their characters beside it."""

@@ -76,8 +76,8 @@ class Front(nn.Module):
     """Convolutions over time behind an encoder of single steps.
 
     `features`: the width of a step, or a module that encodes single steps [T, B, …] and has a `width`. `layers`: `small`, `deep`, or a
-    mapping with channels, kernel and stride for each layer. `norm`: over the channels of each `step`, or over all of a `sequence`. With
-    `scales`, numbers are read in the units of their own sequence, too.
+    mapping with channels, kernel and stride for each layer. Each is followed by a norm over the channels of a step; with `scales`, over all
+    of a sequence, and numbers are read in the units of their own sequence, too.
 
     >>> import torch
     >>> import carrywave as cw
@@ -92,7 +92,6 @@ class Front(nn.Module):
         layers: str | Sequence[FrontLayer | Mapping[str, int]] = "deep",
         dropout: float = 0.0,
         *,
-        norm: str = "step",
         scales: bool = False,
     ) -> None:
         super().__init__()
@@ -105,17 +104,15 @@ class Front(nn.Module):
         width = features if isinstance(features, int) else getattr(features, "width", None)
         if not isinstance(width, int) or width < 1:
             raise UserError(f"a front reads {width} features of a step; pass a number of at least 1, or a module with a `width`")
-        if norm not in ("step", "sequence"):
-            raise UserError(f"a front has no norm {norm!r}; use step or sequence")
-        self.features, self.scales = width, scales
-        width *= 4 if scales else 1
+        self.features, self.scales = width, scales and self.step_encoder is None
+        width *= 4 if self.scales else 1
         self.layers = listed
         self.stride = total_stride(listed)
         self.convolutions = nn.ModuleList()
         self.norms = nn.ModuleList()
         for layer in listed:
             self.convolutions.append(TimeConvolution(width, layer.channels, layer.kernel, layer.stride, layer.kernel // 2))
-            self.norms.append(nn.LayerNorm(layer.channels) if norm == "step" else SequenceNorm(layer.channels))
+            self.norms.append(SequenceNorm(layer.channels) if scales else nn.LayerNorm(layer.channels))
             width = layer.channels
         self.width = width
         self.dropouts = nn.ModuleList(Dropout(dropout) for _ in listed)  # named by their place in the model
