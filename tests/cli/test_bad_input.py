@@ -19,8 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pa_parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +26,7 @@ from typer.testing import CliRunner
 
 import _whole_snapshots
 from carrywave.cli.main import app
-from carrywave.runs.checkpoint import atomic_files, manifest, snapshot
+from carrywave.runs.checkpoint import atomic_files, manifest
 from carrywave.tasks.task import Task
 
 TEXT = "the cat sat on the mat\nthe dog ate the log\n" * 8
@@ -124,25 +122,16 @@ def labels(trained: Path, work: Path) -> Path:
 NAN = float("nan")
 STEPS: dict[str, tuple[Any, str]] = {
     "nan": ([[0, 1], [1, NAN]], "valid.jsonl:2: step 1, column 1 of steps is nan, not a finite number (below 1e25); fill the gap"),
-    "null": ([[0, None]], "valid.jsonl:2: step 0, column 1 of steps is nan, not a finite number (below 1e25); fill the gap"),
-    "infinite": ([[float("-inf"), 1]], "valid.jsonl:2: step 0, column 0 of steps is -inf, not a finite number (below 1e25); fill the gap"),
     "ragged": ([[0, 1], [1]], "valid.jsonl:2: steps cannot be read as numbers (setting an array element with a sequence."),
     "features": ([[0, 1, 2]], "valid.jsonl:2: a step has 3 numbers in steps, but others have 2; use 2 in every step"),
-    "text": ([[0, "one"]], "valid.jsonl:2: steps cannot be read as numbers (could not convert string to float: 'one'); write a number"),
 }
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_bad_steps(case: str) -> None:
+def test_bad_steps(case: str, labels: Path) -> None:
     steps, message = STEPS[case]
     write("valid.jsonl", [ROWS[0], {"steps": steps, "label": "up"}])
     assert refused("train", *LABELS, "data.valid=valid.jsonl").startswith(message)
-
-
-@pytest.mark.parametrize("case", STEPS)
-def test_bad_steps_to_evaluate_on(case: str, labels: Path) -> None:
-    steps, message = STEPS[case]
-    write("valid.jsonl", [ROWS[0], {"steps": steps, "label": "up"}])
     assert refused("evaluate", str(labels), "--data", "valid.jsonl").startswith(message)
     assert refused("predict", str(labels), "valid.jsonl", "-o", "out.jsonl").startswith(message)
 
@@ -150,48 +139,26 @@ def test_bad_steps_to_evaluate_on(case: str, labels: Path) -> None:
 DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     "no file": ([*LANGUAGE, "data.valid=none.txt"], "", "data.valid=none.txt: file not found in {cwd}; use the path of an existing file"),
     "empty text": ([*LANGUAGE, "data.train=bad"], "", "bad is empty; use a file that contains text"),
-    "empty valid": ([*LANGUAGE, "data.valid=bad"], "", "bad is empty; use a file that contains text"),
     "empty rows": ([*LABELS, "data.train=bad", "data.format=jsonl"], "\n\n", "bad is empty; use data with at least one row"),
     "empty table": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         "",
         "bad is empty; use a table with at least one row",
     ),
-    "empty parquet": (
-        [*SERIES, "data.train=bad", "data.format=parquet"],
-        b"",
-        "bad cannot be read (File is too small to be a well-formed file); check",
-    ),
-    "one token": ([*LANGUAGE, "data.valid=bad"], "t", "bad has 1 token, but a language model needs 2 to have a target; add more"),
     "not utf-8": (
         [*LANGUAGE, "data.train=bad", "data.encoding=utf-8"],
         b"the \xff",
         "bad is not text in utf-8 (byte 4); set data.encoding to the encoding it was written in",
-    ),
-    "negative token": (
-        [*LANGUAGE, "data.train=bad", "data.format=jsonl"],
-        [{"tokens": [1, 2]}, {"tokens": [3, -1]}],
-        'bad:2: tokens is [3, -1]; write a list of words ["a", "b"], or of whole numbers from 0 on',
     ),
     "no label": (
         [*LABELS, "data.valid=bad", "data.format=jsonl"],
         [{"steps": [[1, 2]]}],
         "bad has no row with a sequence and a target (a row has steps); set data.text and data.label",
     ),
-    "no JSON": (
-        [*LABELS, "data.train=bad", "data.format=jsonl"],
-        '{"steps": [[1]], "label": 1}\n{"steps"\n',
-        "bad:2: the line is not JSON",
-    ),
     "nothing labelled": (
         [*LABELS, "task=tagging", "data.train=bad2.jsonl", "data.valid=bad", "data.format=jsonl"],
         [{"tokens": [1], "labels": [None]}],
         "valid contains no targets: every label in it is ignored; add labels",
-    ),
-    "a list": (
-        [*LABELS, "data.train=bad", "data.format=jsonl"],
-        "[1]\n",
-        "bad is not JSON (it is not an object); write an array of objects",
     ),
     "no column": (
         [*SERIES, "data.targets=[z]"],
@@ -203,23 +170,10 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
         "ds,y\n2024-01-01,1\n",
         "bad: series bad has 0 rows in train, but a horizon of 2 needs 3; reduce data.horizon, or add rows to train",
     ),
-    "no time": ([*SERIES, "data.time=when"], "", "train.csv has no column 'when' (data.time); use one of ds, y, x"),
-    "no columns": ([*SERIES, "data.columns=[yy]"], "", "train.csv has no column 'yy' (data.columns); did you mean y?"),
-    "infinite in csv": (
-        [*SERIES, "data.train=bad", "data.format=csv"],
-        TABLE.replace("2024-01-04,4.5,4", "2024-01-04,4.5,inf"),
-        "bad: row 4, column x is inf, not a finite number (below 1e25); correct it",
-    ),
-    "short gzip": ([*LANGUAGE, "data.train=bad.gz"], gzip.compress(TEXT.encode())[:-20], "bad.gz cannot be read ("),
     "short gzip of rows": (
         [*LABELS, "data.train=bad.jsonl.gz"],
         gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode())[:-8],
         "bad.jsonl.gz cannot be read (Compressed file ended before the end-of-stream marker was reached); check that the file is complete",
-    ),
-    "short zstd": (
-        [*LANGUAGE, "data.train=bad.txt.zst"],
-        bytes(pa.Codec("zstd").compress(TEXT.encode()))[:-3],
-        "bad.txt.zst cannot be read (Truncated compressed stream); check that the file is complete",
     ),
     "more lanes than tokens": (
         [*LANGUAGE, "data.train=bad", "data.share=0", "batch.lanes=40"],
@@ -238,52 +192,22 @@ def test_bad_data(case: str, work: Path) -> None:
     assert refused("train", *words, "--run", "new").startswith(message.format(cwd=work))
 
 
-@pytest.mark.parametrize("kept", [20, 300])
-def test_a_truncated_parquet_file(kept: int) -> None:
-    pa_parquet.write_table(pa.table({"ds": list(range(30)), "y": [0.5] * 30}), "whole.parquet")
-    write("bad.parquet", Path("whole.parquet").read_bytes()[:kept])
-    assert refused("train", *SERIES, "data.train=bad.parquet").startswith("bad.parquet cannot be read (")
-
-
 # The spec.
 
 SPEC: dict[str, tuple[list[str], str]] = {
     "unknown key": (["model.hiden=3"], "unknown key model.hiden; did you mean model.hidden?"),
     "text for a number": (["model.hidden=many"], 'model.hidden is "many", which is text; use a whole number >= 1'),
-    "hidden 0": (["model.hidden=0"], "model.hidden is 0; use a whole number >= 1"),
-    "negative lr": (["train.lr=-0.1"], "train.lr is -0.1; use a number > 0"),
     "nan lr": (["train.lr=.nan"], "train.lr is nan, which is not finite; use a number > 0"),
-    "nan as text": (["train.lr=nan"], 'train.lr is "nan", which is text; use a number > 0'),
-    "chunk_steps 0": (["plan.chunk_steps=0"], "plan.chunk_steps is 0; use a whole number >= 1"),
     "stages": (["plan.stages=4"], "plan.stages=4, but the model has 3 units (encoder, 1 layer, head); use plan.stages <= 3"),
-    "workers": (
-        ["plan.replicas=2"],
-        "plan.replicas=2 x plan.stages=1 needs 2 workers, got 1; use --devices 2, or "
-        "set plan.replicas and plan.stages so that their product is 1",
-    ),
-    "stages and workers": (
-        ["plan.stages=2"],
-        "plan.replicas=1 x plan.stages=2 needs 2 workers, got 1; use --devices 2, or "
-        "set plan.replicas and plan.stages so that their product is 1",
-    ),
     "micro_batches": (
         ["plan.micro_batches=5"],
         "batch.lanes=4 cannot be divided among plan.replicas=1 x plan.micro_batches=5; use batch.lanes >= 5",
     ),
-    "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] makes 2 stages, but plan.stages is 1"),
+    "tie": (["model.tie=true", "model.embedding=3"], "model.tie needs an embedding as wide as the last layer, got 3 and 4; set"),
     "bidirectional": (["model.bidirectional=true"], "model.bidirectional cannot read a stream backwards; use separate sequences"),
-    "tie": (
-        ["model.tie=true", "model.embedding=3"],
-        "model.tie needs an embedding as wide as the last layer, got 3 and 4; set model.embedding=4",
-    ),
-    "quantiles": (["data.quantiles=[0.9, 0.1]"], "data.quantiles must increase, got [0.9, 0.1]; list each once, from low to high"),
-    "no vectors": (["model.pretrained=none.vec"], "none.vec: cannot be read (No such file or directory); pass a text file of embeddings"),
-    "wide vectors": (["model.pretrained=wide.vec"], "wide.vec:1: 5 numbers, but the embedding has width 4; set model.embedding=5"),
-    "two files": (["b.yaml", "c.yaml"], "c.yaml is a second spec file, after b.yaml; pass one SPEC.yaml"),
-    "no spec": (["none.yaml"], "none.yaml does not exist; pass the path of a spec file, or key=value"),
     "python tag": (["tag.yaml"], "tag.yaml:1: the tag !!python/object/apply:os.system is not allowed; use plain values only"),
     "long name": (["data.train=" + "x" * 5000], f"the name {'x' * 60}… is too long for this system; use a shorter one"),
-    "no YAML": (["no.yaml"], "no.yaml:3: while parsing a flow sequence, expected ',' or ']'"),
+    "no YAML": (["no.yaml"], "no.yaml:3: expected ',' or ']'"),
 }
 
 
@@ -294,11 +218,6 @@ def test_bad_spec(case: str) -> None:
     write("tag.yaml", "task: !!python/object/apply:os.system [touch hacked]\n")
     write("no.yaml", "model:\n  {hidden: [1\n")
     assert refused("train", *LANGUAGE, *words, "--run", "new").startswith(message)
-
-
-def test_class_weights_of_no_label() -> None:
-    message = "train.class_weights names 'left', which is not a label; use down, up"
-    assert refused("train", *LABELS, "train.class_weights.left=2").startswith(message)
 
 
 def test_a_model_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +288,6 @@ def piped(path: Path) -> None:
 SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda run: cut(last(run) / OPTIMIZER), f"{OPTIMIZER} is truncated or from another .*; {OTHER}"),
     "bit": (lambda run: flip(last(run) / PARAMETERS, -3), f"{PARAMETERS} is damaged: its SHA-256 does .*; {OTHER}"),
-    "bit of the manifest": (lambda run: flip(last(run) / "manifest.json", -20), f"manifest.json is damaged: .*; {OTHER}"),
     "missing": (lambda run: (last(run) / CARRY).unlink(), f"{CARRY} is missing; {OTHER}"),
     "no manifest": (lambda run: (last(run) / "manifest.json").unlink(), "last does not name a snapshot in its folder; replace its content"),
     "mixed": (mix, f"{PARAMETERS} is damaged: its SHA-256 does not match the manifest; {OTHER}"),
@@ -379,30 +297,17 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: rewrite(run, lambda old: replace(old, parameters={k: v.double() for k, v in old.parameters.items()})),
         r"the snapshot has encoder.weight as \[15, 4\] float64, expected \[15, 4\] float32; use the spec it was made with",
     ),
-    "fewer layers": (
-        lambda run: rewrite(run, lambda old: replace(old, parameters={k: v for k, v in old.parameters.items() if "_l0" not in k})),
-        "the snapshot is from another model: it has no lstm.weight_ih_l0; use the spec it was made with",
-    ),
-    "more layers": (
-        lambda run: rewrite(run, lambda old: replace(old, parameters=old.parameters | {"lstm.weight_ih_l1": torch.zeros(2)})),
-        "the snapshot has lstm.weight_ih_l1, which the model does not have; use the spec it was made with",
-    ),
     "no optimizer": (lambda run: rewrite(run, lambda old: replace(old, optimizer={})), "the snapshot has no optimizer state .*; resume"),
     "no sums": (lambda run: rewrite(run, lambda old: replace(old, extra={})), f"the snapshot was not written by this version .*; {OTHER}"),
-    "no progress": (lambda run: rewrite(run, without("progress")), f"the snapshot was not written by this version .*; {OTHER}"),
-    "no spec": (lambda run: rewrite(run, without("spec")), f"the snapshot was not written by this version .*; {OTHER}"),
     "no snapshots": (lambda run: shutil.rmtree(run / "snapshots"), "run/snapshots has no snapshot; remove --resume"),
     "no logs": (
         lambda run: (run / "metrics.jsonl").unlink(),
         r"run/metrics.jsonl has 0 bytes, but had \d+ when the snapshot was made; restore the",
     ),
-    "log is a pipe": (lambda run: piped(run / "metrics.jsonl"), "run/metrics.jsonl is not a regular file; restore the one"),
-    "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); correct --run, or remove --resume"),
     "data": (
         lambda run: write("train.txt", TEXT.replace("log", "fog")),
         "the data has changed since the snapshot was .*train.txt.*; restore",
     ),
-    "data gone": (lambda run: Path("train.txt").unlink(), "data.train=train.txt: file not found in .*; use the path of an existing file"),
 }
 
 
@@ -413,13 +318,6 @@ def test_bad_snapshots(case: str, run: Path) -> None:
     assert re.search(message, refused("train", "--resume", "--run", "run", "train.epochs=3"))
 
 
-def test_nan_in_a_snapshot(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "not_finite", lambda tensors: None)  # it would not be written otherwise
-        rewrite(run, lambda old: replace(old, parameters={k: v * NAN for k, v in old.parameters.items()}))
-    assert "step-other: parameter encoder.weight is not finite; resume from" in refused("train", "--resume", "--run", "run")
-
-
 RESUME: dict[str, tuple[list[str], str]] = {
     "no run": ([], "--resume needs a run folder; pass --run DIR"),
     "no folder": (["--run", "none"], "none has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run"),
@@ -427,12 +325,7 @@ RESUME: dict[str, tuple[list[str], str]] = {
         ["--run", "run", "model.layers=2"],
         "the run was started with model.layers=1, not 2; keep the old value, or start a new run",
     ),
-    "dtype": (["--run", "run", "train.precision=fp64"], "the run was started with train.precision=fp32, not fp64; keep the old value"),
     "seed": (["--run", "run", "train.seed=2"], "the run was started with train.seed=1, not 2; keep the old value, or start a new run"),
-    "init": (
-        ["--run", "run", "--init", "run"],
-        "--resume continues with the run's own weights and --init starts from others; use only one",
-    ),
 }
 
 
@@ -447,6 +340,12 @@ def test_a_run_that_is_there(run: Path) -> None:
         "run already exists and is not empty; use --resume to continue it, or use another --run"
     )
     assert refused("train", *LANGUAGE, "--run", "train.txt") == "train.txt is a file, but a run must be a folder; use another --run"
+    Path("link").symlink_to("nowhere")
+    for place, fact in (
+        ("train.txt/run", "Not a directory"),
+        ("link/run", "link is a link to nowhere, which does not exist"),
+    ):
+        assert refused("train", *LANGUAGE, "--run", place).startswith(f"the run's folder {place} cannot be created: {fact}")
 
 
 # Weights.
@@ -460,31 +359,15 @@ def tamper(path: Path, change: Callable[[dict[str, torch.Tensor]], Mapping[str, 
 NOT_VALID = r"is not a valid safetensors file \(.*\); copy it again, or use another file"
 WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (cut, NOT_VALID),
-    "empty": (lambda path: path.write_bytes(b""), NOT_VALID),
-    "text": (lambda path: path.write_text("not weights at all"), NOT_VALID),
     "pickle": (
         lambda path: torch.save({"a": torch.zeros(2)}, path),
         r"is a pickle \(torch.save\), which can run code when it is loaded; convert",
     ),
     "bit": (lambda path: flip(path, -3), "is damaged: its SHA-256 does not match; copy it again, or use another file"),
-    "bit of the codec": (lambda path: flip(path, path.read_bytes().index(b"language")), "is damaged: its SHA-256 does not match; copy it"),
     "nan": (lambda path: tamper(path, lambda old: {k: v * NAN for k, v in old.items()}), ": .* is not finite; use other weights"),
-    "wider": (
-        lambda path: tamper(path, lambda old: {k: torch.cat([v, v]) for k, v in old.items()}),
-        r"is from another model: encoder.weight has shape \[30, 4\], expected \[15, 4\]; use the weights of a model with the same spec",
-    ),
-    "dtype": (
-        lambda path: tamper(path, lambda old: {k: v.double() for k, v in old.items()}),
-        "encoder.weight is torch.float64, expected torch.float32; use the train.precision it was trained with, or convert it",
-    ),
     "layers": (
         lambda path: tamper(path, lambda old: old | {"lstm.weight_ih_l1": torch.zeros(2)}),
         "is from another model: it has lstm.weight_ih_l1, which this model does not; use the weights of a model with the same spec",
-    ),
-    "deep header": (lambda path: path.write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000), NOT_VALID),
-    "pipe": (
-        piped,
-        "--init run: run or weights file not found; pass|run has no weights.safetensors yet; train it",
     ),
     "missing": (Path.unlink, "--init run: run or weights file not found; pass|run has no weights.safetensors yet; train it"),
 }
@@ -505,12 +388,6 @@ def test_weights_of_another_task(labels: Path) -> None:
     assert refused("train", *LANGUAGE, "--init", "labels", "--run", "new") == message
 
 
-def test_weights_with_a_codec_of_something_else(run: Path) -> None:
-    path = run / "weights.safetensors"
-    save_file(load_file(path), path, {"codec": '{"task": "language"}'})
-    assert refused("train", *LANGUAGE, "--init", "run").startswith("run/weights.safetensors: the codec is damaged (")
-
-
 # A run that is opened again.
 
 
@@ -520,33 +397,14 @@ def edit(path: Path, **changes: Any) -> None:
 
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "codec gone": (lambda run: (run / "codec.json").unlink(), "run/codec.json cannot be read: No such file or directory; pass a complete"),
-    "codec no JSON": (lambda run: cut(run / "codec.json"), "run/codec.json is damaged: it is not JSON; pass a complete run folder"),
-    "codec a list": (lambda run: (run / "codec.json").write_text("[]"), "run/codec.json is damaged: "),
-    "codec key": (lambda run: edit(run / "codec.json", more=1), "run/codec.json is damaged: "),
-    "codec type": (lambda run: edit(run / "codec.json", vocabulary=5), "run/codec.json is damaged"),
-    "codec kind": (lambda run: edit(run / "codec.json", kind="letters"), "run/codec.json is damaged"),
     "codec tokens": (lambda run: edit(run / "codec.json", vocabulary=["ab"]), "run/codec.json does not match the codec that "),
     "codec size": (lambda run: edit(run / "codec.json", size=3), "run/facts.json is damaged (vocabulary is 15, but 3 in codec.json)"),
     "codec task": (
         lambda run: edit(run / "codec.json", task="tagging"),
         "run/codec.json has task tagging, but run/spec.yaml has language; ",
     ),
-    "facts gone": (lambda run: (run / "facts.json").unlink(), "run/facts.json cannot be read: No such file or directory; pass a complete"),
-    "facts no JSON": (lambda run: cut(run / "facts.json"), "run/facts.json is damaged: it is not JSON; pass a complete run folder"),
-    "facts a number": (
-        lambda run: (run / "facts.json").write_text("3"),
-        "run/facts.json is damaged: it is not a JSON object; pass a complete",
-    ),
-    "facts key": (lambda run: edit(run / "facts.json", more=1), "run/facts.json is damaged ("),
-    "facts type": (lambda run: edit(run / "facts.json", labels=None), "run/facts.json is damaged ("),
-    "facts scale": (
-        lambda run: edit(run / "facts.json", scale=[1]),
-        "run/facts.json is damaged (scale has 1 numbers, but codec.json has 0",
-    ),
     "facts of other data": (lambda run: edit(run / "facts.json", vocabulary=17), "run/facts.json is damaged (vocabulary is 17, but 15 in"),
     "spec gone": (lambda run: (run / "spec.yaml").unlink(), "run is not a run: it has no spec.yaml; pass a run folder"),
-    "spec key": (lambda run: (run / "spec.yaml").write_text("model: {hiden: 4}\n"), "unknown key model.hiden; did you mean model.hidden?"),
-    "all gone": (shutil.rmtree, "run is not a run: folder not found; pass a run folder such as runs/language-1"),
 }
 
 
@@ -579,11 +437,7 @@ PREDICT: dict[str, tuple[list[str], str]] = {
         option: (["labels", "train.jsonl", option, value], f"{option} is for language models, but labels is a classification model")
         for option, value in (("--top-k", "2"), ("--top-p", "0.5"), ("--temperature", "2"), ("--tokens", "2"))
     },
-    "no JSON": (["run", "prompts.jsonl"], "prompts.jsonl:2: the line is not JSON ("),
-    "no prompts": (["run", "empty.txt"], "empty.txt is empty; use data with at least one row"),
     "both": (["run", "prompts.txt", "--prompt", "cat"], "--prompt and INPUT cannot be combined; pass only one of them"),
-    "temperature": (["run", "--temperature", "nan"], "--temperature is nan; use a number >= 0"),
-    "output": (["run", "-o", "none/out.jsonl"], "none/out.jsonl cannot be written: folder none not found; create it, or use another path"),
 }
 
 
@@ -594,18 +448,6 @@ def test_what_cannot_be_predicted(case: str, run: Path, labels: Path) -> None:
     write("prompts.jsonl", '{"text": "cat"}\n{"text"\n')
     write("empty.txt", "")
     assert refused("predict", *words, *(["--tokens", "3"] if words[0] == "run" else [])).startswith(message)
-
-
-def test_an_empty_prompt_where_no_line_ends() -> None:
-    write("train.txt", TEXT.replace("\n", " "))
-    assert call("train", *LANGUAGE, "train.max_steps=1", "--run", "run")[0] == 0
-    message = "the prompt is empty, and the vocabulary has no newline to start from; pass some text to continue"
-    assert refused("predict", "run") == message
-
-
-def test_a_prompt_without_a_word() -> None:
-    assert call("train", *LANGUAGE, "data.tokens=word", "train.max_steps=1", "--run", "run")[0] == 0
-    assert refused("predict", "run", "--prompt", " ") == "the prompt: ' ' contains no tokens; pass some text to continue"
 
 
 # The cache of parsed data.
@@ -640,16 +482,6 @@ class Disk:
             self.sync(handle)
 
         self.patch.setattr(os, "fsync", fsync)
-
-    def read_only(self, where: str) -> None:
-        made = Path.mkdir
-
-        def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
-            if re.search(where, str(path)):
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-            made(path, *args, **kwargs)
-
-        self.patch.setattr(Path, "mkdir", mkdir)
 
 
 @pytest.fixture
@@ -730,34 +562,6 @@ def test_a_run_that_ended_before_its_first_snapshot_starts_over(disk: Disk) -> N
     assert refused("train", "--resume", "--run", "new").startswith("new/snapshots has no snapshot; remove --resume")
 
 
-def test_a_run_from_other_weights_does_not_start_over_without_them(disk: Disk) -> None:
-    assert call("train", *LANGUAGE, "--run", "first")[0] == 0
-    disk.full(r"new/snapshots/.*/")
-    assert call("train", *LANGUAGE, "--run", "new", "--init", "first")[0] == 74
-    disk.full("nowhere")
-    assert refused("train", "--resume", "--run", "new") == (
-        "new was started from the weights of first and ended before its first snapshot; "
-        "remove the folder and start the run again in the same way, or use another --run"
-    )
-
-
-def test_no_room_in_a_folder_that_was_empty(disk: Disk, work: Path) -> None:
-    (work / "new").mkdir()
-    disk.full("codec.json")
-    assert refused("train", *LANGUAGE, "--run", "new", expected=74).startswith("new/codec.json could not be written")
-
-
-@pytest.mark.parametrize(
-    ("where", "told"), [(r"snapshots/\.tmp", "the previous snapshot is kept; free"), ("metrics.jsonl", "free disk space")]
-)
-def test_no_room_after_the_first_weights_keeps_them(where: str, told: str, disk: Disk) -> None:
-    disk.full(where)
-    code, err, _ = call("train", *LANGUAGE, "--run", "new")
-    assert f"could not be written: {FULL}; {told}" in one_line(code, err, 74)
-    assert Path("new/weights.safetensors").is_file()
-    assert [path.name for path in Path("new").rglob("*tmp*")] == []
-
-
 @pytest.mark.parametrize("where", [r"snapshots/\.tmp", "snapshots/.last", r"run/\.weights"])
 def test_no_room_keeps_what_was_there(where: str, run: Path, disk: Disk) -> None:
     before = contents(run)
@@ -792,59 +596,6 @@ def test_no_room_for_predictions(run: Path, disk: Disk) -> None:
     disk.full(r"out.jsonl|/#\d+ \(deleted\)")  # it has no name yet
     message = f"out.jsonl could not be written: {FULL}; free disk space, or use another path"
     assert refused("predict", "run", "--prompt", "the", "-o", "out.jsonl", expected=74) == message
-
-
-def test_a_folder_that_is_read_only(disk: Disk, work: Path) -> None:
-    disk.read_only("runs")
-    assert refused("train", *LANGUAGE, expected=74) == (
-        "the run's folder runs/language-1 cannot be created: Read-only file system; make the file system writable"
-    )
-
-
-@pytest.mark.parametrize("place", ["/dev/null/run", "train.txt/run"])
-@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "real"])
-def test_a_run_that_can_have_no_folder(place: str, words: list[str]) -> None:
-    message = f"the run's folder {place} cannot be created: Not a directory; use another --run"
-    assert refused("train", *LANGUAGE, "--run", place, *words) == message
-
-
-@pytest.mark.parametrize("place", ["link", "link/run"])
-def test_a_run_behind_a_link_to_nowhere(place: str) -> None:
-    Path("link").symlink_to("nowhere")
-    message = (
-        f"the run's folder {place} cannot be created: link is a link to nowhere, which does not exist; create it, or use another --run"
-    )
-    assert refused("train", *LANGUAGE, "--run", place) == message
-
-
-def test_numbers_that_nobody_means() -> None:
-    number = "0x" + "f" * 900_000
-    message = ": 0xffffffffffffffffff… is a number of 900,002 digits; use one of at most 100"
-    assert refused("train", *LANGUAGE, f"model.hidden={number}").endswith(message)
-    assert refused("train", *LANGUAGE, f"model.hidden={'9' * 5000}").endswith("is a number of 5,000 digits; use one of at most 100")
-
-
-def test_a_cache_that_is_read_only(disk: Disk, work: Path) -> None:
-    disk.read_only("cache")
-    message = (
-        f"the cache {work}/cache cannot be written (Read-only file system); make the file system writable, "
-        "or set $CARRYWAVE_CACHE to another folder"
-    )
-    assert refused("train", *LANGUAGE, expected=74) == message
-
-
-def test_rows_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = os.open
-
-    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        nameless = getattr(os, "O_TMPFILE", None)
-        if str(path).endswith(".part") or (nameless is not None and flags & nameless == nameless):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return plain(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    message = "rows.json could not be written: Permission denied; make the folder writable, or use another path"
-    assert refused("evaluate", "run", "--json", "rows.json") == message
 
 
 def test_names_and_labels_that_are_no_text(run: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from carrywave.cli import doctor
@@ -67,15 +66,6 @@ def test_json_for_programs(run: Any, tmp_path: Path) -> None:
     result, _ = run("--devices", "1", "--json", str(tmp_path / "report.json"))
     assert json.loads((tmp_path / "report.json").read_text())["well"]
     assert result.stdout.endswith("all is well\n")
-
-
-def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "Console", lambda: Console(force_terminal=True, width=120))
-    doctor._show(Report((FINE, WRONG)), None)
-    shown = capsys.readouterr().out
-    assert "runs [x] cannot be written" in shown  # not taken for markup
-    assert "correct it" in shown
-    assert "1 thing is wrong" in shown
 
 
 @pytest.mark.parametrize(

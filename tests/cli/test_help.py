@@ -82,27 +82,3 @@ def test_bash_completes_commands_options_and_choices(shell: dict[str, str]) -> N
     assert completed("carrywave", "tr") == ["train"]
     assert sorted(completed("carrywave", "train", "--re")) == ["--restarts", "--resume"]
     assert completed("carrywave", "train", "--device", "c") == ["cpu", "cuda"]
-
-
-@pytest.mark.slow
-def test_completion_is_installed_for_zsh(shell: dict[str, str]) -> None:
-    run(shell, "carrywave", "--install-completion", "zsh")
-    script = Path(shell["HOME"]) / ".zfunc" / "_carrywave"
-    assert script.read_text().startswith("#compdef carrywave")
-    assert "fpath+=~/.zfunc" in (Path(shell["HOME"]) / ".zshrc").read_text()
-    if shutil.which("zsh") is not None:
-        run(shell, "zsh", "-n", str(script))
-    # What its script asks for when a word is to be completed.
-    asked = shell | {"_CARRYWAVE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "carrywave tr"}
-    assert "train" in run(asked, "carrywave")
-
-
-@pytest.mark.parametrize(("option", "value"), [("--tokens", "0"), ("--top-k", "0"), ("--seed", "-1")])
-def test_a_number_that_is_too_small_is_told_in_one_line(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        GROUP.main(["predict", "runs/none", "--prompt", "x", option, value], prog_name="carrywave")
-    told = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert told.startswith(f"carrywave: Invalid value for '{option}'")
-    assert told.endswith("; see carrywave predict --help\n")
-    assert told.count("\n") == 1

@@ -21,7 +21,6 @@ import carrywave
 from carrywave.cli.main import app
 from carrywave.errors import DataError, PortError, ResourceError
 from carrywave.launch import launch_record
-from carrywave.launch.worker_logs import Outputs
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import dump, load, parse
 from carrywave.spec.spec import Spec
@@ -66,14 +65,6 @@ def test_a_mistake_in_a_spec_is_one_line_and_exit_2(tmp_path: Path) -> None:
     ended = process("train", "spec.yaml", folder=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "carrywave: unknown key model.hiden; did you mean model.hidden?\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["spec.yaml"]
-
-
-def test_a_python_tag_runs_nothing(tmp_path: Path) -> None:
-    (tmp_path / "spec.yaml").write_text("task: !!python/object/apply:os.system [touch hacked]\n")
-    ended = process("train", "spec.yaml", folder=tmp_path)
-    assert ended.returncode == 2
-    assert ended.stderr == "carrywave: spec.yaml:1: the tag !!python/object/apply:os.system is not allowed; use plain values only\n"
     assert [path.name for path in tmp_path.iterdir()] == ["spec.yaml"]
 
 
@@ -153,8 +144,6 @@ def test_no_file_and_an_empty_one_are_the_same_spec(install: Install, tmp_path: 
 
 IS_DATA = "{0} is a data file, not a spec; to train on it, pass data.train={0} instead"
 NO_SPEC = {
-    "sales.csv": ("ds,y\n2024-01-01,1\n", IS_DATA.format("sales.csv")),
-    "text.txt": ("some text", IS_DATA.format("text.txt")),
     "ansi.yaml": ('"mod\\e[31mel": 3', "unknown key mod\\x1b[31mel; did you mean model?"),
 }
 
@@ -215,13 +204,6 @@ def test_train_hands_everything_on(install: Install, tmp_path: Path) -> None:
     assert seen == {"run": Path("r"), "resume": False, "init": "w", "device": "cpu", "dry_run": False}
     assert json.loads(rows.read_text()) == [{"split": "valid", "epoch": 1, "step": 5, "loss": 0.5, "mase": None}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rows.json", "spec.yaml"]
-
-
-def test_a_dry_run_prints_the_resolved_spec(install: Install) -> None:
-    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done", table={}))
-    code, out, _ = call("train", "model.hidden=8", "--dry-run", "--device", "cpu")
-    assert code == 0
-    assert out.startswith(dump(load(None, ["model.hidden=8", "train.precision=fp32"])))
 
 
 def test_a_resumed_run_writes_its_earlier_evaluations_too(install: Install, tmp_path: Path) -> None:
@@ -325,12 +307,6 @@ def test_what_is_raised_becomes_a_line_and_a_code(install: Install, error: BaseE
     assert len(err.splitlines()) == 1 or code == 1
 
 
-def test_a_run_that_is_stopped_before_its_first_row_ends_in_order(install: Install, tmp_path: Path) -> None:
-    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="terminated", run=tmp_path, table={}))
-    assert call("train", "--json", str(tmp_path / "rows.json")) == (75, "", "")
-    assert json.loads((tmp_path / "rows.json").read_text()) == []
-
-
 def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: Path) -> None:
     left: list[str] = []
 
@@ -386,11 +362,6 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     code, out, _ = call("evaluate", "r", "--by", "label", "--json", str(rows))
     assert (code, "[red]" in out) == (0, True)  # a name in the data is not markup
     assert json.loads(rows.read_text())[1:] == [{"split": "test", "by": "label", "label": "[red]", "f1": 0.5}]
-
-
-@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["predict"], ["plan"], ["schema"]])
-def test_help_is_short_too(command: list[str]) -> None:
-    assert call(*command, "-h") == call(*command, "--help")
 
 
 def test_predict(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,14 +477,3 @@ def test_with_all_streams_closed_a_file_holds_what_it_should_alone(tmp_path: Pat
     assert json.loads((tmp_path / "schema.json").read_text()) == spec_schema()
     mistake = closed("2>&-", "schema", "-o", str(tmp_path))
     assert (mistake.returncode, mistake.stdout) == (2, "")
-
-
-def test_what_workers_print_is_dropped_where_stdout_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = Outputs(tmp_path / "logs")
-    handle, _ = outputs.of(0)
-    assert handle is not None
-    handle.write(b"a line")
-    handle.flush()
-    monkeypatch.setattr(sys, "stdout", None)
-    outputs.pass_on()
-    outputs.close()

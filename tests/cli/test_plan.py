@@ -157,16 +157,6 @@ def test_a_cluster_is_read_from_a_file() -> None:
     assert "on 4 devices of made up (published), 2 hosts" in out
 
 
-def test_the_example_of_a_cluster_can_be_read() -> None:
-    example = Path(__file__).parents[2] / "examples" / "cluster.yaml"
-    assert "on 16 devices of made up (published), 2 hosts" in planned(*SMALL, *GIVEN, "--cluster", str(example))
-
-
-def test_a_profile_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARRYWAVE_PROFILE", "machine.json")
-    assert "on 8 devices of made up" in planned(*SMALL, "--facts", "vocabulary=50")  # as many as a host of it has
-
-
 def test_without_a_profile_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
@@ -202,13 +192,6 @@ def test_facts_of_a_run_are_enough(work: Path) -> None:
     planned(*labels, "--profile", "machine.json", "--facts", "features=12,labels=9,longest=29")
     code, _, err = call(*labels, "model.hidden=16", "--profile", "machine.json", "--facts", "features=12,labels=9,longest=29")
     assert (code, err) == (0, "")
-
-
-def test_data_that_is_there_gives_the_facts(work: Path) -> None:
-    write("train.txt", "the cat sat on the mat\n" * 40)
-    code, out, err = call(*SMALL, "data.train=train.txt", "--profile", "machine.json")
-    assert code == 0, err
-    assert out.startswith("for language")
 
 
 def test_torch_is_not_loaded(work: Path) -> None:
@@ -287,12 +270,6 @@ def test_bad_clusters(text: str, said: str) -> None:
     assert said in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
 
 
-def test_a_cluster_file_that_is_not_there_or_no_text() -> None:
-    assert "c.yaml cannot be read (" in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
-    Path("c.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "c.yaml cannot be read" in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"vocabulary": "many"}', '{"vocabulary": true}', '{"labels": 3}', '{"histogram": [[1]]}'])
 def test_bad_facts(text: str) -> None:
     write("facts.json", text)
@@ -312,11 +289,3 @@ def test_auto_is_the_precision_that_all_devices_are_made_for() -> None:
     write("c.yaml", "devices: 2\n")
     assert planning._made_for_bf16("h200", "cpu", Path("c.yaml"))
     assert not planning._made_for_bf16(None, "cpu", Path("c.yaml"))
-
-
-@pytest.mark.slow
-def test_auto_is_planned_as_it_will_be_trained() -> None:
-    facts = ["--facts", "vocabulary=4096"]
-    assert ", fp32, " in planned(*SMALL, *GIVEN)
-    assert ", bf16, " in planned(*SMALL, "--profile", "h200", *facts)
-    assert ", fp32, " in planned(*SMALL, "--profile", "h200", *facts, "train.precision=fp32")

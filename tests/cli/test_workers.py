@@ -24,7 +24,7 @@ from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
 from carrywave.launch import launch_record
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.hosts import Hosts
-from carrywave.launch.launcher import NEVER, Patience
+from carrywave.launch.launcher import Patience
 from carrywave.parallel import world
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.spec.plan_spec import PlanSpec
@@ -97,17 +97,6 @@ def test_how_many_are_started(machine: Any, gpus: int, devices: int | None, devi
             start_workers(devices, device, plan)
         assert left.value.exit_code == 0
     assert started == ([] if count is None else [(count, None)])
-
-
-@pytest.mark.parametrize(
-    ("patience", "found"),
-    [(NEVER, (0, None)), (Patience(), (3, None)), (Patience(7, least=1), (7, 1))],
-)
-def test_how_often_they_are_started_again(machine: Any, patience: Patience, found: tuple[int, int | None]) -> None:
-    machine(0)
-    with pytest.raises(typer.Exit):
-        start_workers(2, "cpu", PlanSpec(), patience=patience)
-    assert asked == [found]
 
 
 def test_more_workers_than_gpus_are_refused(machine: Any) -> None:
@@ -205,14 +194,6 @@ def test_who_speaks_under_another_launcher(
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert said(error, capsys) == (code, line)
-
-
-def test_a_fault_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, text = said(ValueError("oops"), capsys)
-    assert code == 1
-    assert text.startswith("carrywave: rank 1: ValueError: oops\nTraceback")
 
 
 def test_a_batch_script_that_forgets_srun(machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

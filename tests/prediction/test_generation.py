@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from carrywave.errors import UserError
-from carrywave.prediction.generation import Sampling, choose, kept
+from carrywave.errors import DataError, UserError
+from carrywave.prediction.generation import Sampling, _prompt, choose, kept
 
 
 def reference(logits: list[float], how: Sampling, uniform: float) -> int:
@@ -68,3 +71,14 @@ def test_a_tiny_temperature_is_the_likeliest_token() -> None:
 def test_what_cannot_be_meant_is_refused(how: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Sampling(**how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty, and the vocabulary has no newline to start"), (" ", "' ' contains no tokens; pass some text"), (3, "no text; write")],
+)
+def test_a_prompt_from_which_nothing_can_start(text: Any, message: str) -> None:
+    none = np.array([], np.int64)
+    codec: Any = SimpleNamespace(encode=lambda text, where: none, tokens=SimpleNamespace(ids=lambda text: none, unknown=0))
+    with pytest.raises(DataError, match=message):
+        _prompt({"text": text}, "the prompt", codec)

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, note
@@ -27,7 +25,6 @@ from carrywave.runs import output_file
 from carrywave.runs.watcher import printable
 
 VERDICT = "CARRYWAVE_DOCTOR_VERDICT"  # the folder where workers that this command started leave their exit codes
-COLOURS = {"fine": "green", "warning": "yellow", "wrong": "bold red"}
 ON_A_CPU = 2  # workers started there: enough for a link
 
 
@@ -96,8 +93,6 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 def _show(report: Any, json_file: str | None) -> None:
     """Print the report, or write it."""
-    from carrywave.doctor.report import MARKS
-
     if json_file is not None:
         text = json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n"
         if json_file == "-":
@@ -105,19 +100,4 @@ def _show(report: Any, json_file: str | None) -> None:
             return
         if is_first():  # hosts that could not meet rank 0 print theirs; the file is of rank 0
             output_file.write(Path(json_file), text)
-    console = Console()
-    if not console.is_terminal:
-        typer.echo("\n".join(printable(line) for line in report.lines))
-        return
-    table = Table(title="carrywave doctor", show_lines=False)
-    for name in ("", "what", "found", "do"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("", "what"))
-    for row in report.rows:
-        text = row.text.removesuffix(f"; {row.remedy}") if row.remedy else row.text
-        table.add_row(f"[{COLOURS[row.level]}]{MARKS[row.level]}[/]", row.what, _text(text), _text(row.remedy))
-    console.print(table)
-    console.print(report.verdict, markup=False, highlight=False)
-
-
-def _text(text: str) -> str:
-    return printable(text).replace("[", "\\[")
+    typer.echo("\n".join(printable(line) for line in report.lines))
