@@ -16,11 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # for _warm.py, which several fo
 import hypothesis
 import pytest
 
+import carrywave
+from carrywave.plan.profile import Link, Profile
+from carrywave.plan.rates import Rate
+
 if TYPE_CHECKING:
     from _zoo import Zoo
 
-from carrywave.plan.profile import Link, Profile
-from carrywave.plan.rates import Rate
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "CARRYWAVE_WORKER")
 
 os.fsync = os.fstat  # type: ignore[assignment]  # it still needs an open file, but no test outlives a power cut
 
@@ -59,6 +62,15 @@ def pytest_collection_finish() -> None:
     """What stays until the end, torch and the tests themselves, is left out of every later collection of garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher has started the tests, and programs in other folders find the package that is under test, installed or not."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    paths = [str(Path(carrywave.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,4 @@
-"""Real processes: programs that tests write into temporary folders, and an environment without any launcher's variables."""
+"""Real processes: programs that tests write into temporary folders."""
 
 from __future__ import annotations
 
@@ -11,29 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import carrywave
-
 Write = Callable[[str, str], str]
 Run = Callable[..., subprocess.CompletedProcess[str]]
-LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TF_CONFIG",
-    "CARRYWAVE_WORKER",
-)
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
-    # Programs in other folders find the package that is under test, installed or not.
-    paths = [str(Path(carrywave.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 @pytest.fixture

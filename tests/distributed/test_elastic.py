@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from carrywave.errors import WorkerError
 from carrywave.launch.exit_reports import Ended
@@ -124,12 +122,6 @@ else:
     assert [(tmp_path / f"there-{rank}").read_text() for rank in range(2)] == ["2 2 0 0 0", "2 2 1 1 2"]
 
 
-def test_not_with_fewer_than_asked_for(launch: Callable[..., Launched]) -> None:
-    done = launch("rank and die()\ntime.sleep(60)", restarts=1)
-    assert done.ended.code == 1
-    assert len(done.said) == 1
-
-
 @pytest.mark.slow
 def test_what_workers_print_is_kept(launch: Callable[..., Launched], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = """
@@ -176,19 +168,6 @@ def test_limits_that_are_no_numbers(text: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CARRYWAVE_HEARTBEAT_SECONDS", text)
     with pytest.raises(WorkerError, match=f"CARRYWAVE_HEARTBEAT_SECONDS={text} is not a number of seconds; use for example 10"):
         heartbeat.silent_seconds()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--restarts", "-1"], "--restarts is -1; use a number >= 0, where 0 ends the run when a worker dies"),
-        (["--min-devices", "3"], "--min-devices 3 is not between 1 and 2, the number of devices; change one of them"),
-        (["--min-devices", "0"], "--min-devices 0 is not between 1 and 2, the number of devices; change one of them"),
-    ],
-)
-def test_options_that_cannot_be(words: list[str], message: str, python: Run) -> None:
-    ended = python("-m", "carrywave", "train", "--devices", "2", "--device", "cpu", *words)
-    assert (ended.returncode, ended.stderr) == (2, f"carrywave: {message}\n")
 
 
 # OpaqueModel runs.
@@ -275,16 +254,6 @@ def test_a_killed_worker_does_not_change_the_answer(folder: Path, write: Write) 
 
 
 @pytest.mark.slow
-def test_killed_workers_do_not_change_the_answer(folder: Path) -> None:
-    assert train(folder, "calm")[0] == Ended(0)
-    ended, said = train(folder, "killed", die={"0": [1, 3, "SIGKILL"], "1": [0, 9, "SIGKILL"]})
-    assert ended == Ended(0)
-    assert said[0] == "worker 1 of 2 was killed (signal 9, SIGKILL); restarting from the beginning (restart 1 of 3)"
-    assert re.fullmatch(rf"worker 0 of 2 was killed \(signal 9, SIGKILL\); restarting {FROM} \(restart [12] of 3\)", said[1])
-    assert contents(folder / "killed") == contents(folder / "calm")
-
-
-@pytest.mark.slow
 def test_killed_stages_do_not_change_the_answer(folder: Path) -> None:
     plan = ["plan.stages=2", "plan.chunk_steps=4"]
     assert train(folder, "calm", *plan)[0] == Ended(0)
@@ -293,19 +262,6 @@ def test_killed_stages_do_not_change_the_answer(folder: Path) -> None:
     assert [line.partition(";")[0].rpartition("signal")[2] for line in said[::2]] == [" 9, SIGKILL)", " 11, SIGSEGV)"]
     assert "worker 1 of 2 gave no sign of life" in said[1]
     assert contents(folder / "killed") == contents(folder / "calm")
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_the_worker_that_is_left(folder: Path) -> None:
-    assert train(folder, "calm", devices=1)[0] == Ended(0)
-    # Asked for by number: who is left has fewer.
-    dies = {str(attempt): [1, 12 if attempt == 0 else 1, "SIGKILL"] for attempt in range(3)}
-    ended, said = train(folder, "fewer", "plan.replicas=2", die=dies, min_devices=1)
-    assert ended == Ended(0)
-    assert re.search(rf"continuing with 1 of 2 workers {FROM}$", said[-1])
-    ours, theirs = (load_file(folder / run / "weights.safetensors") for run in ("fewer", "calm"))
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12)  # float64: sums in another order
 
 
 @pytest.mark.slow

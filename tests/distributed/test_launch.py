@@ -322,106 +322,23 @@ def test_what_is_not_in_a_file_cannot_run_again(how: list[str], write: Write, tm
 
 # The command line.
 
-
-def carrywave(*words: str) -> list[str]:
-    return ["-m", "carrywave", *words]
-
-
-TINY = ["model.hidden=8", "model.layers=1", "batch.lanes=4", "batch.steps=8", "train.max_steps=4", "train.epochs=1"]
+BAD_TF_CONFIG = '{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "ps", "index": 0}}'
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "variables", "message"),
     [
-        (["--devices", "0"], "--devices is 0; use a number >= 1"),
-        (["--devices", "-2"], "--devices is -2; use a number >= 1"),
-        (["--devices", "3", "plan.stages=2"], "plan.stages=2 does not divide 3 workers; use --devices 2 or a multiple of it"),
-        (
-            ["--devices", "2", "plan.replicas=2", "plan.stages=2"],
-            "plan.replicas=2 x plan.stages=2 needs 4 workers, got 2; use --devices 4",
-        ),
+        ("train --devices 0", {}, "--devices is 0; use a number >= 1"),
+        ("train --devices 3 plan.stages=2", {}, "plan.stages=2 does not divide 3 workers; use --devices 2 or a multiple of it"),
+        ("train --devices 2 plan.replicas=2 plan.stages=2", {}, "plan.replicas=2 x plan.stages=2 needs 4 workers, got 2; use --devices 4"),
+        ("train --devices 2 --device cpu --restarts -1", {}, "--restarts is -1; use a number >= 0"),
+        ("train --devices 2 --device cpu --min-devices 3", {}, "--min-devices 3 is not between 1 and 2, the number of devices"),
+        ("train --device cpu", {"TF_CONFIG": BAD_TF_CONFIG}, "TF_CONFIG has a task of type ps: workers hold the weights and evaluate"),
+        ("evaluate run --devices 2", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "--devices is 2, but the launcher started 1"),
     ],
 )
-def test_devices_that_cannot_be(words: list[str], message: str, python: Run, tmp_path: Path) -> None:
-    ended = python(*carrywave("train", *words))
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"carrywave: {message}\n")
+def test_what_cannot_be_is_one_line(words: str, variables: dict[str, str], message: str, python: Run, tmp_path: Path) -> None:
+    ended = python("-m", "carrywave", *words.split(), **variables)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.startswith(f"carrywave: {message}")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_launcher_has_decided_how_many(python: Run) -> None:
-    ended = python(*carrywave("evaluate", "run", "--devices", "2"), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    assert ended.returncode == 2
-    assert ended.stderr == "carrywave: --devices is 2, but the launcher started 1 worker (WORLD_SIZE); remove --devices\n"
-
-
-def test_a_bad_tf_config_is_refused(python: Run) -> None:
-    ended = python(
-        *carrywave("train", "--device", "cpu"),
-        TF_CONFIG='{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "ps", "index": 0}}',
-    )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("carrywave: TF_CONFIG has a task of type ps: workers hold the weights and evaluate")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [[], ["plan.stages=2", "plan.chunk_steps=2", "plan.share_head=true"]])
-def test_train_on_two_devices(plan: list[str], python: Run, tmp_path: Path) -> None:
-    ended = python(*carrywave("train", *TINY, *plan, "--devices", "2", "--device", "cpu", "--run", "run", "--json", "rows.json"))
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == ""
-    assert ended.stdout.count("run: 4 steps") == 1  # one process writes the log
-    alone = python(*carrywave("train", *TINY, "--device", "cpu", "--run", "alone"))
-    assert alone.returncode == 0, alone.stderr
-    rows, others = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("run", "alone")
-    )
-    assert [(row["split"], row["step"]) for row in rows] == [(row["split"], row["step"]) for row in others]
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], rel=1e-4)  # fp32: the order of summation
-
-
-@pytest.mark.slow
-def test_a_head_that_cannot_be_shared_is_one_line(python: Run, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"steps": [[{row}.5], [1.0]], "label": "{row % 2}"}}\n' for row in range(20)))
-    words = ["task=classification", "data.train=rows.jsonl", "plan.stages=2", "plan.share_head=true", "--devices", "2"]
-    for more in (["--dry-run"], ["--device", "cpu"]):
-        ended = python(*carrywave("train", *words, *more))
-        assert ended.returncode == 2
-        assert ended.stderr.count("\n") == 1
-        assert ended.stderr.startswith("carrywave: plan.share_head=true needs a head that scores single steps")
-
-
-@pytest.mark.slow
-def test_a_mistake_of_the_workers_is_one_line(python: Run, tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("")
-    ended = python(*carrywave("train", *TINY, "data.train=train.txt", "--devices", "2", "--device", "cpu"))
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1
-    assert ended.stderr == "carrywave: train.txt is empty; use a file that contains text\n"
-
-
-@pytest.mark.slow
-def test_a_run_of_two_workers_stops_and_goes_on(tmp_path: Path, python: Run) -> None:
-    words = [word for word in TINY if "max_steps" not in word and "epochs" not in word]
-    command = [sys.executable, *carrywave("train", *words, "train.epochs=1000", "--devices", "2", "--device", "cpu", "--run", "run")]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("epoch ") and " step " in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (75, "")
-    assert "terminated at step" in out
-    step = int(out.rpartition("terminated at step ")[2].partition(";")[0])
-    ended = python(*carrywave("train", "--resume", "--run", "run", f"train.max_steps={step + 2}", "--devices", "2", "--device", "cpu"))
-    assert ended.returncode == 0, ended.stderr
-    assert f"resuming from step {step}" in ended.stdout
-
-
-@pytest.mark.slow
-def test_torchrun_trains_into_a_folder(python: Run, tmp_path: Path) -> None:
-    how = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--"]
-    ended = python(*how, "carrywave", "train", *TINY, "plan.stages=2", "--device", "cpu", "--run", "run", OMP_NUM_THREADS="1")
-    assert ended.returncode == 0, ended.stderr
-    assert "run: 4 steps" in ended.stdout
-    assert (tmp_path / "run" / "weights.safetensors").is_file()

@@ -173,36 +173,6 @@ def test_nothing_is_left_of_a_command_that_was_stopped(folder: Path, tmp_path: P
     assert (place / "kept.jsonl").read_text() == "old\n"
 
 
-@pytest.mark.parametrize("plan", [{"replicas": 2}, {"stages": 2, "micro_batches": 2}], ids=["replicas", "stages"])
-def test_a_crf_on_two_workers_is_that_of_one(tmp_path: Path, plan: dict[str, int]) -> None:
-    """The weights, the figures of its spans, and its paths."""
-    draw = np.random.default_rng(1)
-    kinds = [["O"], ["B-x", "I-x"], ["B-y"]]
-    with (tmp_path / "train.jsonl").open("w") as file:
-        for _ in range(40):
-            labels = [label for kind in draw.integers(3, size=draw.integers(1, 6)) for label in kinds[kind]]
-            steps = [[float(label == "O"), float(label[:1] == "B"), float(draw.normal())] for label in labels]
-            file.write(json.dumps({"steps": steps, "labels": labels}) + "\n")
-    spec: dict[str, Any] = {"task": "tagging", "data": {"train": "train.jsonl"}, "model": {"hidden": 6, "layers": 2, "crf": True}}
-    spec |= {"batch": {"tokens": 64}, "train": {"epochs": 4, "precision": "fp64", "best": "span_f1"}}
-    found = []
-    for workers, wanted in (("1", {}), ("2", plan)):
-        (tmp_path / "spec.yaml").write_text(json.dumps(spec | ({"plan": wanted} if wanted else {})))
-        for words in (
-            ("train", "spec.yaml", "--run", workers, "--devices", workers),
-            ("evaluate", workers, "--by", "type", "--devices", workers, "--json", f"{workers}.json"),
-            ("predict", workers, "train.jsonl", "--devices", workers, "-o", f"{workers}.jsonl"),
-        ):
-            done = subprocess.run(command(*words), cwd=tmp_path, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stderr
-        found.append(json.loads((tmp_path / f"{workers}.json").read_text()))
-    assert found[0][0]["span_f1"] > 0.5
-    for one, two in zip(*found, strict=True):
-        assert one.keys() == two.keys()
-        assert all(two[key] == (pytest.approx(value, rel=1e-10) if isinstance(value, float) else value) for key, value in one.items())
-    assert (tmp_path / "1.jsonl").read_text() == (tmp_path / "2.jsonl").read_text()
-
-
 def test_a_backtest_on_two_workers_is_that_of_one(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     lines = ["unique_id,ds,y", *(f"{name},{day},{value:.4f}" for name in "abc" for day, value in enumerate(draw.normal(size=40).cumsum()))]

@@ -1,6 +1,6 @@
 """Ways of messages and sums that this machine lacks, acted out by what it has, for `Workers(transport=...)`.
 
-`in order`: over gloo, as NCCL gets them. `one at a time`: the same on the strictest device. `mapped`: as in the memory of GPUs,
+`one at a time`: over gloo, in the order in which NCCL gets them, on the strictest device. `mapped`: as in the memory of GPUs,
 in a file that all processes map.
 """
 
@@ -19,7 +19,7 @@ from carrywave.parallel import mesh
 from carrywave.parallel.links import group_links
 from carrywave.parallel.sums import host_sums
 
-TRANSPORTS = ("in order", "one at a time", "mapped")
+TRANSPORTS = ("one at a time", "mapped")
 
 
 def use(transport: str, meeting: Path) -> None:
@@ -31,5 +31,4 @@ def use(transport: str, meeting: Path) -> None:
         mesh.peer_access.in_reach = lambda there, ranks: True  # type: ignore[attr-defined]
     elif transport:
         group_links.takes_order = lambda backend: True
-        if transport == "one at a time":
-            dist.batch_isend_irecv = SerialDevice().batch_isend_irecv  # type: ignore[assignment]
+        dist.batch_isend_irecv = SerialDevice().batch_isend_irecv  # type: ignore[assignment]
