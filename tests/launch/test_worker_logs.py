@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,12 @@ from carrywave.runs.run import Run
 
 @pytest.fixture
 def outputs(tmp_path: Path) -> Outputs:
-    printed = Outputs(tmp_path / "logs", direct=False)
-    os.write(printed.of(0)[1].fileno(), b"a word\n")
-    printed.close()
+    printed = Outputs(tmp_path / "logs")
+    with printed.of(0) as screen, printed.of(1) as file:
+        assert screen is None
+        assert file is not None
+        file.write(b"a word\n")
+    printed.add(1, "a traceback")
     return printed
 
 
@@ -23,7 +25,7 @@ def test_logs_are_copied_into_a_run(outputs: Outputs, tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run", "language")
     run.make()
     assert outputs.publish(run.path) == run.path / "logs" / "attempt-0"
-    assert [path.read_bytes() for path in run.path.glob("logs/*/rank-0*")] == [b"a word\n"]
+    assert [path.read_text() for path in run.path.glob("logs/*/*")] == ["a word\na traceback\n"]
     run.release()
 
 

@@ -62,7 +62,7 @@ def predict(
     file = None if file == Path("-") else file
     output_file.check(file, wanted=True)
     with unwinding():
-        start_workers(devices, device.value, direct_output=True)
+        start_workers(devices, device.value, prints_result=True)
         with leaving_at_once():
             from carrywave.prediction.predict import predict_run
 

@@ -145,15 +145,15 @@ def start_workers(
     where: Hosts | None = None,
     patience: Patience = NEVER,
     dry_run: bool = False,
-    direct_output: bool = False,
+    prints_result: bool = False,
     resumes: Path | None = None,
 ) -> int | None:
     """Start workers if several are needed and exit with their result; return only in a process that does the work itself.
 
     In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default, and
     workers that die are not started again: such commands are short, and the user can repeat them. `where`: the hosts of which this is one,
-    found out if there is a plan. With `direct_output`, rank 0 writes its result to our standard output itself. `resumes` is the run that
-    is to go on.
+    found out if there is a plan. `prints_result`: standard output is the result, which somebody should
+    read. `resumes` is the run that is to go on.
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
@@ -192,8 +192,8 @@ def start_workers(
         except typer.Exit as end:
             os._exit(end.exit_code)  # a store whose host is out of reach would keep this process
         os._exit(0)
-    end_as(start(script_command(), count, patience, direct_output=direct_output, resumes=resumes, say=note))
-    raise typer.Exit(1 if direct_output and _nobody_reads() else 0)
+    end_as(start(script_command(), count, patience, resumes=resumes, say=note))
+    raise typer.Exit(1 if prints_result and _nobody_reads() else 0)
 
 
 def _nobody_reads() -> bool:

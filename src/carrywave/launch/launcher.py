@@ -61,14 +61,12 @@ def start(
     *,
     environment: Mapping[str, str] | None = None,
     fit: FitCall | None = None,
-    direct_output: bool = False,
     resumes: Path | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Ended:
     """Run `command` in `devices` workers on this host and wait for them to end. They learn their rank from the environment.
 
-    With `direct_output`, rank 0 writes to our standard output itself. `fit` is the call of a script that they are for. `resumes` is the run
-    that the workers go on with, if that is known before they say so.
+    `fit` is the call of a script that they are for. `resumes` is the run that the workers go on with, if that is known before they say so.
     """
     launch, run, number = uuid.uuid4().hex, resumes, 0
     restarts = Restarts(devices, patience)
@@ -77,7 +75,7 @@ def start(
     with tempfile.TemporaryDirectory(prefix="carrywave-launch-") as place, Forwarded() as signals:
         while True:
             folder = Path(place) / f"attempt-{number}"
-            outputs = Outputs(folder / "logs", direct=direct_output)
+            outputs = Outputs(folder / "logs")
             file = WorkerFile(
                 launch=launch,
                 attempt=number,
@@ -94,7 +92,7 @@ def start(
             ended, run = attempt.ended, attempt.run or run  # one that died early has not reported its run; the attempt before did
             logs = outputs.publish(run)
             if logs is None and ended.died and ended.rank is not None and not ended.trace:
-                outputs.show_errors(ended.rank)
+                outputs.show_end(ended.rank)
             if signals.asked is None and ended.died and signals.noted:
                 ended = Ended(128 + next(number for number in signals.take() if number is not None))  # nobody was left to receive it
             if signals.asked is not None:

@@ -36,7 +36,6 @@ class Attempt:
 
     ended: Ended
     run: Path | None  # the run's folder, if a worker reported it
-    outputs: Outputs
 
 
 def supervise(command: Sequence[str], file: WorkerFile, variables: Mapping[str, str], outputs: Outputs, signals: Forwarded) -> Attempt:
@@ -46,19 +45,17 @@ def supervise(command: Sequence[str], file: WorkerFile, variables: Mapping[str, 
     causes.mkdir()
     shared = {**os.environ, **variables, **file.write(file.folder / "worker.json")}
     workers: dict[int, subprocess.Popen[bytes]] = {}
-    watch = _Watch(workers, signals, causes, outputs)
+    watch = _Watch(workers, signals, causes)
     try:
         for rank in range(size):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            out, err = outputs.of(rank)
             # In a process group of its own, so that Ctrl-C reaches this process alone, which forwards it once.
             environment = shared | {name: str(number) for name, number in own.items()}
-            workers[rank] = Process(command, env=environment, process_group=0, stdout=out, stderr=err)
+            with outputs.of(rank) as log:
+                workers[rank] = Process(command, env=environment, process_group=0, stdout=log, stderr=log)
         watch.until_all_have_ended()
     finally:
         _kill(workers)
-        outputs.pass_on()
-        outputs.close()
     found = exit_reports.read(causes)
     for cause in found.values():
         outputs.add(cause.rank, cause.trace or cause.message)
@@ -66,14 +63,14 @@ def supervise(command: Sequence[str], file: WorkerFile, variables: Mapping[str, 
     ended = exit_reports.ended(codes, found, size, signals.asked)
     if watch.at_once and signals.asked is not None:
         ended = Ended(128 + signals.asked, "stopped immediately; progress since the last snapshot is lost")
-    return Attempt(ended, exit_reports.run_of(causes), outputs)
+    return Attempt(ended, exit_reports.run_of(causes))
 
 
 class _Watch:
     """Watches running workers until all have ended."""
 
-    def __init__(self, workers: Mapping[int, subprocess.Popen[bytes]], signals: Forwarded, causes: Path, outputs: Outputs) -> None:
-        self.workers, self.signals, self.causes, self.outputs = workers, signals, causes, outputs
+    def __init__(self, workers: Mapping[int, subprocess.Popen[bytes]], signals: Forwarded, causes: Path) -> None:
+        self.workers, self.signals, self.causes = workers, signals, causes
         self.killed: set[int] = set()  # ranks that were terminated from here
         self.at_once = False  # by a second signal
         self._deadline: float | None = None  # of those that are left, after one has failed
@@ -81,7 +78,6 @@ class _Watch:
 
     def until_all_have_ended(self) -> None:
         while running := {rank: worker for rank, worker in self.workers.items() if worker.poll() is None}:
-            self.outputs.pass_on()
             self._heed_requests()
             for number in self.signals.take():
                 if number is None:
