@@ -17,7 +17,9 @@ from carrywave.data.order import Cursor, StreamOrder
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.documents import DocumentEnds
 from carrywave.errors import DataError, SpecError
-from carrywave.tasks import views
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
+from carrywave.tasks.task import Task
 
 CHARS = Codec("language", "text", "char", ("\n", "a", "b", "|", "<unk>"), size=5)
 WORDS = Codec("language", "text", "word", ("<eos>", "one", "two", "<unk>"), size=4)
@@ -59,7 +61,7 @@ def test_a_batch_knows_where_documents_begin(of: int) -> None:
     """Every worker's lanes, and on every worker how many there are."""
     tokens = CHARS.encode("ab|b|aa|b|ab|a|" * 4)
     data = Sequences(tokens, np.array([0]), np.array([len(tokens)]))
-    view = views.language(data, DocumentEnds.of("|", CHARS))
+    view = Task(Spec.model_validate({"data": {"reset": "|"}}), CHARS, DataFacts()).part("train", data).view
     order = StreamOrder(view.lengths, lanes=4, steps=6)
     for step in range(order.num_steps(0)):
         window, cursor = order.window(Cursor(0, step)), Cursor(0, step)
@@ -94,7 +96,7 @@ def test_rows_say_where_the_state_starts_anew() -> None:
     found = encoded(rows, TAGS, join=False)
     assert found.resets is not None
     assert found.resets.tolist() == [False, False, False, False, True, True]
-    view = views.tagging(found)
+    view = Task(Spec(task="tagging"), TAGS, DataFacts()).part("train", found).view
     assert view.resets_at is not None
     assert view.resets_at(np.array([[0, 4], [1, 5]])).tolist() == [[False, True], [False, True]]
     assert encoded(rows[:1], TAGS, join=False).resets is None

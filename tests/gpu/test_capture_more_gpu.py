@@ -31,7 +31,7 @@ from carrywave.step.graphs.capture import Capture
 from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.passes.micro_batches import flatten
 from carrywave.step.trainer import Trainer
-from carrywave.tasks.task import Part
+from carrywave.tasks.kind import Part
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

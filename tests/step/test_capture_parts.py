@@ -40,7 +40,7 @@ from carrywave.step.graphs.capture import Capture, _reason
 from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.passes.micro_batches import FlatCarry, flatten
 from carrywave.step.trainer import Trainer
-from carrywave.tasks.task import Part
+from carrywave.tasks.kind import Part
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from carrywave.spec.data_spec import DataSpec
-from carrywave.tasks.bands import POOLED, WIDEST, BandErrors, Bands, fitting, within_own
-from carrywave.tasks.metrics import Columns
+from carrywave.tasks.metrics.bands import POOLED, WIDEST, BandErrors, Bands, fitting, within_own
+from carrywave.tasks.metrics.errors import Columns
 
 
 def test_a_radius_is_the_error_of_the_corrected_rank() -> None:

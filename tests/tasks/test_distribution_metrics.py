@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from carrywave.spec.data_spec import DataSpec
-from carrywave.tasks.distribution_metrics import DECILES, DistributionErrors, crps
-from carrywave.tasks.metrics import Columns
-from carrywave.tasks.quantile_functions import Quantiles
+from carrywave.tasks.metrics.distributions import DECILES, DistributionErrors, crps
+from carrywave.tasks.metrics.errors import Columns
+from carrywave.tasks.metrics.quantile_functions import Quantiles
 
 DRAWS = 200_000  # their mean is off by less than 1%
 

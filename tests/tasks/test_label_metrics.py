@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from carrywave.tasks.label_metrics import LabelDecisions
+from carrywave.tasks.metrics.labels import LabelDecisions
 
 NAN = math.nan
 TARGETS = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [NAN, 1, NAN, 0], [NAN, NAN, NAN, NAN], [1, 1, 0, 0]])

@@ -10,24 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from carrywave.data.batch import IGNORED
 from carrywave.data.sequences import UNSEEN
-from carrywave.spec.data_spec import DataSpec
-from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import Spec
-from carrywave.tasks import metrics
-from carrywave.tasks.metrics import Confusion, Errors
+from carrywave.tasks.metrics.errors import Columns, Errors, Metric
+from carrywave.tasks.metrics.labels import Confusion
 
 NAN = math.nan
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_perplexity_and_bits() -> None:
-    assert metrics.language(math.log(8.0)) == pytest.approx({"perplexity": 8.0, "bits": 3.0}, rel=1e-15)
-    assert metrics.language(1000.0)["perplexity"] == math.inf
-    assert math.isnan(metrics.language(NAN)["perplexity"])
 
 
 def logits_for(guesses: list[int], classes: int) -> Tensor:
@@ -81,7 +73,7 @@ def test_regression_by_hand() -> None:
 
 def test_numbers_of_different_units_are_averaged_in_standardised_ones() -> None:
     units = torch.tensor([[100.0, 0.5]], dtype=torch.float64)
-    meter = Errors(1, 2, columns=metrics.Columns(("0", "1"), units))
+    meter = Errors(1, 2, columns=Columns(("0", "1"), units))
     meter.update(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([[0.0, 4.0], [NAN, 3.0]]), torch.tensor([4, 1]))
     assert meter.values() == pytest.approx(
         {
@@ -99,7 +91,7 @@ def test_numbers_of_different_units_are_averaged_in_standardised_ones() -> None:
 
 def test_the_loss_without_class_weights_stands_beside_the_weighted_one() -> None:
     logits, target = random(7, 2, 3), torch.arange(14).reshape(7, 2) % 3
-    target[2, 1] = metrics.IGNORED
+    target[2, 1] = IGNORED
     meter = Confusion(3, weighted=True)
     meter.update(logits[:3], target[:3])
     meter.update(logits[3:], target[3:])
@@ -171,7 +163,7 @@ def test_half_precision_outputs_are_compared_with_whole_targets() -> None:
     assert errors.values()["mae"] == pytest.approx(0.001, rel=1e-3)  # float32 has seven digits of 3.001, four of the gap
 
 
-def filled(metric: metrics.Metric, seed: int) -> metrics.Metric:
+def filled(metric: Metric, seed: int) -> Metric:
     if isinstance(metric, Confusion):
         metric.update(random(7, 3, seed=seed), torch.arange(7) % 3)
     else:
@@ -180,28 +172,12 @@ def filled(metric: metrics.Metric, seed: int) -> metrics.Metric:
 
 
 @pytest.mark.parametrize("make", [lambda: Confusion(3), lambda: Confusion(3, weighted=True), lambda: Errors(2, 2, (0.2, 0.5, 0.8))])
-def test_sums_add_over_ranks(make: Callable[[], metrics.Metric]) -> None:
+def test_sums_add_over_ranks(make: Callable[[], Metric]) -> None:
     whole = filled(filled(make(), 1), 2)
     first, second = filled(make(), 1), filled(make(), 2)
     for name, tensor in first.tensors().items():
         tensor += second.tensors()[name]  # as an all-reduce does, in place
     assert first.values() == pytest.approx(whole.values(), rel=1e-14)
-
-
-def test_each_task_has_its_metric() -> None:
-    facts = DataFacts(labels=("a", "b"), outputs=3)
-    assert metrics.for_task(Spec(task="language"), facts) is None
-    assert isinstance(metrics.for_task(Spec(task="tagging"), facts), Confusion)
-    forecasting = metrics.for_task(Spec(task="forecasting", data=DataSpec(horizon=5, quantiles=(0.1, 0.5))), facts)
-    assert isinstance(forecasting, Errors)
-    assert forecasting.count_HC.shape == (5, 3)
-    assert forecasting.quantiles == (0.1, 0.5)
-    regression = metrics.for_task(Spec(task="regression"), facts)
-    assert isinstance(regression, Errors)
-    assert regression.count_HC.shape == (1, 3)
-    classification = metrics.for_task(Spec(task="classification"), facts)
-    assert isinstance(classification, Confusion)
-    assert classification.counts_KK.shape == (2, 2)
 
 
 @pytest.mark.gpu
@@ -248,8 +224,8 @@ def test_errors_in_the_units_of_the_data_by_column_step_and_series() -> None:
     sequence = torch.tensor([1, 0, 1, -1])
     target[:, 3] = np.nan  # an idle lane
     unit = np.array([[10.0, 1.0], [100.0, 5.0]])
-    columns = metrics.Columns(("load", "temperature"), torch.from_numpy(unit), ("a", "b"))
-    meter = metrics.Errors(3, 2, columns=columns)
+    columns = Columns(("load", "temperature"), torch.from_numpy(unit), ("a", "b"))
+    meter = Errors(3, 2, columns=columns)
     meter.update(torch.from_numpy(out), torch.from_numpy(target), sequence)
     error = (out - target) * unit[sequence.clamp(min=0).numpy()][None, :, None]
     values = meter.values()
@@ -269,8 +245,8 @@ def test_errors_in_the_units_of_the_data_by_column_step_and_series() -> None:
 
 def test_labels_and_the_five_most_likely() -> None:
     logits = torch.eye(7, dtype=torch.float64)[[0, 0, 1, 6, 5]] + torch.arange(7.0) / 100
-    target = torch.tensor([0, 1, 1, 0, metrics.IGNORED])
-    meter = metrics.Confusion(7, labels="abcdefg")
+    target = torch.tensor([0, 1, 1, 0, IGNORED])
+    meter = Confusion(7, labels="abcdefg")
     meter.update(logits, target)
     assert meter.values()["accuracy"] == 0.5
     # Of the two that are wrong, target b is the sixth most likely at first, and target a the seventh.

@@ -16,8 +16,8 @@ from carrywave.model.heads.forecast import Forecast
 from carrywave.prediction.evaluation import order_for
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.tasks import views
 from carrywave.tasks.baselines import LineForecast, baselines
+from carrywave.tasks.forecasting import forecasting
 from carrywave.tasks.mase_scale import MaseScale
 from carrywave.tasks.ridge import PENALTIES, fit_line
 from carrywave.tasks.task import Task
@@ -85,7 +85,7 @@ Variant = tuple[Prepared, Spec, Definition]
 
 def test_targets_of_the_view_are_nan_where_cells_are_empty(variant: Variant) -> None:
     found, spec, defined = variant
-    view = views.forecasting(found.train, spec, defined.columns)
+    view = forecasting(found.train, spec, defined.columns)
     assert view.targets_at is not None
     for start, length, real in zip(view.starts, view.lengths, defined.real, strict=True):
         targets = view.targets_at(np.arange(start, start + length))
@@ -184,7 +184,7 @@ def test_filled_cells_count_if_that_is_asked_for() -> None:
     for method, filled in (("forward", [1, 1, 4, 6, 6, 7, 9]), ("interpolate", [1, 2.5, 4, 6, 6.5, 7, 9]), ("zero", [1, 0, 4, 6, 0, 7, 9])):
         found = plain(values, missing=method)
         assert found.train.missing is None
-        view = views.forecasting(found.train, spec_of(horizon=1), np.array([0]))
+        view = forecasting(found.train, spec_of(horizon=1), np.array([0]))
         assert view.targets_at is not None
         assert view.targets_at(np.arange(6))[:, 0, 0].tolist() == np.diff(filled).tolist()
         assert any(f"empty cells: a 2 (data.missing={method})" in note for note in found.notes)

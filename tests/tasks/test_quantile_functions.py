@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from carrywave.tasks.quantile_functions import MOST_SUMMED, Quantiles
+from carrywave.tasks.metrics.quantile_functions import MOST_SUMMED, Quantiles
 
 # Student's t at 0.9 and 0.975, from any book.
 T_TABLE = {2.0: (1.8856, 4.3027), 3.0: (1.6377, 3.1824), 5.0: (1.4759, 2.5706), 10.0: (1.3722, 2.2281), 30.0: (1.3104, 2.0423)}

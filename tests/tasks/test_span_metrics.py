@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
-from carrywave.tasks.span_metrics import TagConfusion
+from carrywave.tasks.metrics.spans import TagConfusion
 
 LABELS = ("O", "B-x", "I-x", "E-x", "S-x", "B-y", "I-y", "E-y", "S-y")
 Tags = list[list[int]]

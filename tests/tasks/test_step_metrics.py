@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from carrywave.data.codec import Codec
-from carrywave.tasks.step_metrics import StepErrors
+from carrywave.tasks.metrics.steps import StepErrors
 
 MEAN, UNIT = (3.0, -1.0), (2.0, 0.5)
 

@@ -6,12 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.spec.data_spec import DataSpec
+from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
-from carrywave.tasks import views
 from carrywave.tasks.baselines import baselines, origins_of, without_season
+from carrywave.tasks.forecasting import forecasting
 from carrywave.tasks.mase_scale import change
+from carrywave.tasks.task import Task
+from carrywave.tasks.views import Naive
 
 
 def series(rows: int, columns: int = 2) -> np.ndarray:
@@ -24,7 +28,7 @@ def forecaster(linear: int = 0, standardize: Any = True, **data: Any) -> Spec:
 
 def test_language_predicts_the_next_token_within_each_sequence() -> None:
     data = Sequences(np.array([5, 6, 7, 8, 9], dtype=np.uint8), np.array([0, 3]), np.array([3, 2]))
-    view = views.language(data)
+    view = Task(Spec(), Codec("language", "text"), DataFacts()).part("train", data).view
     assert view.lengths.tolist() == [2, 1]
     assert view.targets_at is not None
     assert view.targets_at(np.array([[0, 3], [1, 3]])).tolist() == [[6, 9], [7, 9]]
@@ -32,7 +36,7 @@ def test_language_predicts_the_next_token_within_each_sequence() -> None:
 
 def test_forecasting_targets_are_the_whole_horizon_ahead() -> None:
     data = Sequences(series(10), np.array([0]), np.array([10]))
-    view = views.forecasting(data, forecaster(horizon=3), np.array([1]))
+    view = forecasting(data, forecaster(horizon=3), np.array([1]))
     assert view.lengths.tolist() == [7]  # the last origin sees rows 7, 8, 9
     assert view.targets_at is not None
     assert view.targets_at(np.array([[6]]))[0, 0, :, 0].tolist() == [2.0, 4.0, 6.0]  # less the last value, 13
@@ -40,7 +44,7 @@ def test_forecasting_targets_are_the_whole_horizon_ahead() -> None:
 
 def test_residual_is_the_difference_from_the_season_before() -> None:
     data = Sequences(series(12), np.array([0]), np.array([12]))
-    view = views.forecasting(data, forecaster(horizon=5, season=3), np.array([0]))
+    view = forecasting(data, forecaster(horizon=5, season=3), np.array([0]))
     assert view.targets_at is not None
     # From row 4: rows 5..9 against rows 2, 3, 4 and then 2, 3 again; a row is worth 2.
     assert view.targets_at(np.array([[4]]))[0, 0, :, 0].tolist() == [6.0, 6.0, 6.0, 12.0, 12.0]
@@ -48,14 +52,14 @@ def test_residual_is_the_difference_from_the_season_before() -> None:
 
 def test_without_a_season_of_history_the_last_value_stands_in() -> None:
     two = Sequences(series(12), np.array([0, 6]), np.array([6, 6]))
-    naive = views.Naive(two, np.array([0]), horizon=2, season=3, kind="season")
+    naive = Naive(two, np.array([0]), horizon=2, season=3, kind="season")
     # Row 7 is the second of its series: a season back lies in the other series.
     assert naive(np.array([7]))[0, :, 0].tolist() == [14.0, 12.0]
 
 
 def test_warm_rows_end_one_before_the_first_origin() -> None:
     data = Sequences(series(20), np.array([5]), np.array([15]), warm=np.array([5]))
-    view = views.forecasting(data, forecaster(horizon=4), np.array([0]))
+    view = forecasting(data, forecaster(horizon=4), np.array([0]))
     # The part is rows 10..19: origins 9..15, so that all targets lie in it. That is 10 - 4 + 1 = 7 of them.
     assert view.warm is not None
     assert view.warm.tolist() == [4]
@@ -104,7 +108,7 @@ def test_a_column_that_never_changes_has_no_scale() -> None:
 def test_with_seasons_a_forecaster_reads_the_change_too() -> None:
     two = Sequences(series(12), np.array([0, 6]), np.array([6, 6]))
     spec = forecaster(horizon=1, season=3)
-    view = views.forecasting(two, spec, np.array([0]))
+    view = forecasting(two, spec, np.array([0]))
     assert view.inputs_at is not None
     # Row 4 is worth 8, a season before it was 2; row 8 has no season of history within its own series.
     assert view.inputs_at(np.array([[4, 8]])).tolist() == [[[8.0, 9.0, 6.0, 6.0], [16.0, 17.0, 0.0, 0.0]]]
@@ -114,7 +118,7 @@ def test_a_window_scales_what_is_read_and_not_what_is_forecast() -> None:
     values = np.random.default_rng(4).normal(size=(20, 2)).astype(np.float32)
     data = Sequences(values, np.array([0]), np.array([20]))
     rows = np.array([[0, 9], [1, 10]])
-    plain, scaled = (views.forecasting(data, forecaster(4, how, horizon=2, season=3), np.array([0])) for how in (True, "window"))
+    plain, scaled = (forecasting(data, forecaster(4, how, horizon=2, season=3), np.array([0])) for how in (True, "window"))
     assert plain.targets_at is not None
     assert scaled.targets_at is not None
     assert plain.inputs_at is not None

@@ -24,8 +24,8 @@ from carrywave.model.vocabulary.spelled_words import SpelledWords, token_embeddi
 from carrywave.spec.data_spec import PARAMETERS
 from carrywave.spec.spec import Spec
 from carrywave.step.worker_setup import tensors_of
+from carrywave.tasks.forecasting import Layout
 from carrywave.tasks.task import Task
-from carrywave.tasks.views import Layout
 
 FORECASTING = ("horizon", "quantiles", "distribution", "season", "channels", "transform", "standardize")
 

@@ -23,7 +23,7 @@ from carrywave.model.sample_weights import for_each_target, known
 from carrywave.parallel.world import World
 from carrywave.prediction.evaluation import Details, counted, passes
 from carrywave.prediction.saved_run import Saved, open_run
-from carrywave.tasks.task import Part
+from carrywave.tasks.kind import Part
 
 Paths = Path | str | Sequence[Path | str]
 # How numbers are scaled, and what is only known of the training data.

@@ -10,7 +10,6 @@ from torch import nn
 
 from carrywave.data.inputs import file_of
 from carrywave.data.prepare import read_python
-from carrywave.data.text.tag_scheme import tags_of
 from carrywave.errors import DataError, UserError, option
 from carrywave.model.opaque_model import Loss
 from carrywave.parallel.process_state import leaving_no_trace
@@ -19,8 +18,8 @@ from carrywave.prediction.ensemble import Paths, evaluate_together, open_members
 from carrywave.prediction.evaluation import Details, evaluate
 from carrywave.prediction.saved_run import Saved, changed_since, open_run, own_data, warn
 from carrywave.step.checks.arguments import check_loss
-from carrywave.tasks.metrics import BY, Confusion
-from carrywave.tasks.task import Part
+from carrywave.tasks.kind import Part
+from carrywave.tasks.metrics.labels import Confusion
 
 
 @leaving_no_trace
@@ -81,9 +80,7 @@ def evaluate_run(
 
 
 def _checked_groups(by: Sequence[str], saved: Saved) -> tuple[str, ...]:
-    task, labels = "regression at every step" if saved.spec.each_step else saved.spec.task, saved.task.codec.labels
-    spans = not saved.spec.data.multi_label and tags_of(labels) is not None  # labels such as B-X, I-X and O
-    groups = [name for name in BY[task] if name != "type" or spans]
+    task, groups = "regression at every step" if saved.spec.each_step else saved.spec.task, saved.task.kind.by
     for name in by:
         if name not in groups:
             remedy = f"use {', '.join(groups)}" if groups else "remove it"

@@ -27,9 +27,9 @@ from carrywave.step.graphs.capture import Capture
 from carrywave.step.passes import executor
 from carrywave.step.passes.job import BatchOutcome, Observer
 from carrywave.step.passes.micro_batches import FlatCarry, flatten
-from carrywave.tasks.label_metrics import Row
-from carrywave.tasks.metrics import Metric
-from carrywave.tasks.task import Part, Task
+from carrywave.tasks.kind import Part
+from carrywave.tasks.metrics.errors import Metric, Row
+from carrywave.tasks.task import Task
 
 _Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor, Tensor]]]
 

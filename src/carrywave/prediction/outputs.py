@@ -17,7 +17,7 @@ from carrywave.prediction.evaluation import passes
 from carrywave.prediction.saved_run import Saved
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.step.graphs.capture import Capture
-from carrywave.tasks.task import Part
+from carrywave.tasks.kind import Part
 
 Numbers = NDArray[Any]
 RAGGED = ("tagging", "transcription")  # tasks with an output for each step of a sequence

@@ -36,7 +36,7 @@ from carrywave.prediction.outputs import HeadOutputs
 from carrywave.prediction.predicted import BY_PLACE, estimates, forecasts, rows_of
 from carrywave.prediction.saved_run import Saved, check_bands, open_run, warn
 from carrywave.runs.watcher import printable
-from carrywave.tasks.doubts import short_of_season
+from carrywave.tasks.warnings import short_of_season
 
 TOKENS = 200  # of a continuation
 Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more are wanted

@@ -19,8 +19,7 @@ from carrywave.prediction.blocks import Block
 from carrywave.prediction.outputs import HeadOutputs, Numbers
 from carrywave.prediction.saved_run import Saved
 from carrywave.tasks.forecast_values import ForecastValues
-from carrywave.tasks.transcription.decoding import beam_search, greedy
-from carrywave.tasks.transcription.targets import END
+from carrywave.tasks.transcription import END, beam_search, greedy
 
 BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
 

@@ -34,9 +34,9 @@ from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.step.worker_setup import holding_of
-from carrywave.tasks.bands import Bands
 from carrywave.tasks.linear.part import LinearPart, kind_of
 from carrywave.tasks.mase_scale import MaseScale
+from carrywave.tasks.metrics.bands import Bands
 from carrywave.tasks.task import Task
 
 

@@ -32,9 +32,9 @@ from carrywave.report.chart import WIDE, Area, Chart, Curve
 from carrywave.report.chart import number as shown_number
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.tasks.forecast_values import ForecastValues
-from carrywave.tasks.metrics import Confusion
-from carrywave.tasks.span_metrics import TagConfusion
-from carrywave.tasks.transcription.decoding import greedy
+from carrywave.tasks.metrics.labels import Confusion
+from carrywave.tasks.metrics.spans import TagConfusion
+from carrywave.tasks.transcription import greedy
 
 SECONDS = 20.0  # within which a pass over the data ends
 TEXTS, TEMPERATURE = 2, 0.8

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.tokenizers import UNKNOWN
+from carrywave.errors import SpecError
 from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.model.vocabulary.spelled_words import token_embedding
+from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks.ridge import Ridge, fit_line
 
@@ -128,3 +130,22 @@ def _weighted(logs: torch.Tensor, weights: torch.Tensor, *, several: bool) -> to
     """The same of classes that count with these weights in the loss; one that does not count at all is as likely as before."""
     logs = logs + torch.where(weights > 0, weights, 1.0).log()
     return logs if several else torch.log_softmax(logs, 0)
+
+
+def class_weights(spec: Spec, facts: DataFacts, train: Sequences | None) -> torch.Tensor | None:
+    """What the loss of each class is multiplied by; None: 1."""
+    setting, labels = spec.train.class_weights, facts.labels
+    if setting is None:
+        return None
+    if isinstance(setting, dict):
+        unknown = sorted(set(setting) - set(labels))
+        if unknown:
+            raise SpecError(f"train.class_weights names {unknown[0]!r}, which is not a label; use {', '.join(labels)}")
+        return torch.tensor([setting.get(label, 1.0) for label in labels])
+    if train is None:
+        return torch.ones(len(labels))  # the weights are loaded with the parameters; only their shape matters here
+    if spec.data.multi_label:
+        zeros, ones = label_counts(train)
+        return torch.tensor(np.maximum(zeros, 1) / np.maximum(ones, 1), dtype=torch.float32)
+    counts = class_counts(spec.task, train, len(labels))
+    return torch.tensor(counts.sum() / (len(labels) * np.maximum(counts, 1)), dtype=torch.float32)

@@ -19,8 +19,8 @@ from carrywave.data.tables.series import scales
 from carrywave.data.tables.table import Table
 from carrywave.data.tables.window_scale import WindowScale
 from carrywave.spec.spec import Spec
-from carrywave.tasks.bands import Bands
-from carrywave.tasks.quantile_functions import Quantiles
+from carrywave.tasks.metrics.bands import Bands
+from carrywave.tasks.metrics.quantile_functions import Quantiles
 from carrywave.tasks.views import Naive
 
 Reals = NDArray[np.float64]

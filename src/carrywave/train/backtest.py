@@ -31,9 +31,9 @@ from carrywave.runs.run import Run
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
-from carrywave.tasks.doubts import short_of_season
 from carrywave.tasks.forecast_values import ForecastValues
 from carrywave.tasks.views import Naive
+from carrywave.tasks.warnings import short_of_season
 from carrywave.train.from_python import fit
 from carrywave.train.loop_state import ASKED, Ending
 from carrywave.train.origins import Origins, Rolling, at_origin, long_enough

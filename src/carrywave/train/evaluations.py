@@ -17,8 +17,8 @@ from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.world import World, all_gather_json
 from carrywave.spec.train_spec import OF_LOSS, score
 from carrywave.tasks.baselines import PREFIXES
-from carrywave.tasks.metrics import TOP
-from carrywave.tasks.task import Part
+from carrywave.tasks.kind import Part
+from carrywave.tasks.metrics.labels import TOP
 
 ASK_EVERY = 32  # batches between two collective checks, each of which costs a message
 

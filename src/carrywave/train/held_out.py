@@ -26,8 +26,8 @@ from carrywave.prediction.evaluation import Details, evaluate
 from carrywave.runs.checkpoint.snapshot import weights_metadata
 from carrywave.runs.run_place import BANDS
 from carrywave.spec.spec import Spec
-from carrywave.tasks.bands import fitting, within_own
-from carrywave.tasks.kept_forecasts import KeptForecasts
+from carrywave.tasks.metrics.bands import fitting, within_own
+from carrywave.tasks.metrics.kept_forecasts import KeptForecasts
 from carrywave.train.evaluations import DataParts, leave_if_asked
 from carrywave.train.loop import Loop
 

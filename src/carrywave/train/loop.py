@@ -33,7 +33,8 @@ from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult
-from carrywave.tasks.task import Part, Task
+from carrywave.tasks.kind import Part
+from carrywave.tasks.task import Task
 from carrywave.train import lr_schedule as rates
 from carrywave.train.callbacks import Callbacks, Moment
 from carrywave.train.checkpointer import Checkpointer

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from carrywave.prediction.evaluation import evaluate
-from carrywave.tasks.task import Part
+from carrywave.tasks.kind import Part
 from carrywave.train.loop import Loop
 
 SHARES = tuple(tenth / 10 for tenth in range(11))  # of the network

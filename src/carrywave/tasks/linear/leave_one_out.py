@@ -16,7 +16,7 @@ WARMTHS = torch.logspace(-1, 1, 21, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Ridge:
+class LeaveOneOut:
     """Scores are `features @ weights + bias`; `others_NV` are those of each fitted row by all other rows."""
 
     weights_FV: Tensor
@@ -24,7 +24,7 @@ class Ridge:
     others_NV: Tensor
 
 
-def fit(features_NF: Tensor, targets_NV: Tensor, importance_N: Tensor) -> Ridge:
+def fit(features_NF: Tensor, targets_NV: Tensor, importance_N: Tensor) -> LeaveOneOut:
     """Fit to rows that count by their importance, with the penalty whose leave-one-out error is least."""
     share_N1 = (importance_N / importance_N.sum()).double()[:, None]
     mean_F = (features_NF * share_N1.to(features_NF.dtype)).sum(0)
@@ -48,7 +48,7 @@ def fit(features_NF: Tensor, targets_NV: Tensor, importance_N: Tensor) -> Ridge:
     assert best is not None
     _, dual_NV, others_NV = best
     weights_FV = (rows_NF.t() @ dual_NV.to(rows_NF.dtype)) * scale_F[:, None]
-    return Ridge(weights_FV, (mean_V - mean_F.double() @ weights_FV.double()).to(weights_FV.dtype), others_NV)
+    return LeaveOneOut(weights_FV, (mean_V - mean_F.double() @ weights_FV.double()).to(weights_FV.dtype), others_NV)
 
 
 def warmth_of(scores_NV: Tensor, labels_N: Tensor) -> float | None:

@@ -15,7 +15,7 @@ from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import World, raise_on_all
 from carrywave.prediction.saved_run import read_linear
 from carrywave.spec.spec import Spec
-from carrywave.tasks.heads import class_weights
+from carrywave.tasks.first_weights import class_weights
 from carrywave.tasks.linear import signals, texts
 from carrywave.tasks.linear.part import LinearPart, kind_of
 

@@ -21,7 +21,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.precision import HALVES, parameter_dtype
-from carrywave.tasks.doubts import doubts
+from carrywave.tasks.warnings import warnings_of
 from carrywave.train.start.opening import Start
 from carrywave.train.start.settling import Ready
 
@@ -247,4 +247,4 @@ def noted(ready: Ready, model: Model | OpaqueModel, planned: Sequence[str]) -> I
     yield from prepared.notes
     for part in (ready.parts.valid, ready.parts.test):
         yield from () if part is None else part.notes
-    yield from doubts(spec, prepared.codec, order, prepared.train, prepared.valid)
+    yield from warnings_of(spec, prepared.codec, order, prepared.train, prepared.valid)

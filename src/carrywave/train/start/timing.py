@@ -35,7 +35,8 @@ from carrywave.plan.plan import Plan
 from carrywave.step.precision import HALVES, autocast, configure, parameter_dtype
 from carrywave.step.trainer import Trainer
 from carrywave.step.worker_setup import holding_of
-from carrywave.tasks.task import Part, Task
+from carrywave.tasks.kind import Part
+from carrywave.tasks.task import Task
 from carrywave.train.start.machine import CallToTime
 
 REPEATS, LEAST_SECONDS, WARM_UP = 3, 0.03, 2

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.sequences import View
-from carrywave.tasks.bands import absolute_errors
-from carrywave.tasks.label_metrics import Row
-from carrywave.tasks.metrics import Slope
+from carrywave.tasks.metrics.bands import absolute_errors
+from carrywave.tasks.metrics.errors import Row, Slope
 
 Reals = NDArray[np.float64]
 MOST_NUMBERS = 1 << 23  # forecasts that are kept; of more, those of evenly spaced origins are

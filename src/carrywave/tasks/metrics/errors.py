@@ -15,29 +15,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from carrywave.data.batch import IGNORED
-from carrywave.data.sequences import UNSEEN
 from carrywave.data.tables.channels import LARGEST
-from carrywave.model.sample_weights import known
-from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import Spec
-from carrywave.tasks.label_metrics import LabelDecisions, Row
-from carrywave.tasks.transcription.label_errors import LabelErrors
 
-BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be broken down by
-    "classification": ("label",),
-    "tagging": ("label", "type"),
-    "transcription": (),
-    "forecasting": ("column", "series", "step"),
-    "regression": ("column",),
-    "regression at every step": ("column", "series"),
-    "language": (),
-}
 MOST_COLUMNS = 16  # reported with every evaluation in the units of the data
-TOP = 5  # how many of the most likely labels may be right for the top-5 accuracy
 
+
+Row = dict[str, str | int | float]
 
 # From series [B], the row of each with which a lane begins [B], and a number of rows, to [T, B, H, C].
 Slope = Callable[[Tensor, Tensor, int], Tensor]
@@ -73,138 +57,6 @@ class Metric(Protocol):
 
     def rows(self, by: str) -> list[Row]:
         """Return the metrics by something that `BY` lists for the task, a row each."""
-
-
-def for_task(
-    spec: Spec,
-    facts: DataFacts,
-    device: torch.device | str = "cpu",
-    change_SC: Tensor | None = None,
-    unit_C: Tensor | None = None,
-    columns: Columns | None = None,
-    tops: Sequence[int] = (),
-    *,
-    weighted: bool = False,
-) -> Metric | None:
-    """Return the metric of a spec's task; None for language models, whose metrics follow from the loss (see `language`).
-
-    Forecasts and several numbers are scored in standardised units, as they are trained, so that columns with different units weigh the
-    same; a single number in the units of the data, where `unit_C` is the size of one standardised unit. With `columns`, they are scored in
-    the units of the data as well, column by column. With classes, `tops` are further numbers of likeliest ones of which one must be right.
-    `weighted`: targets have weights, by which only the loss goes.
-    """
-    match spec.task:
-        case "language":
-            return None
-        case "classification" | "tagging":
-            weighted = weighted or spec.train.class_weights is not None
-            if spec.data.multi_label:
-                return LabelDecisions(len(facts.labels), device, facts.labels, weighted=weighted)
-            return Confusion(len(facts.labels), device, facts.labels, tops, weighted=weighted, chosen=spec.model.crf is True)
-        case "transcription":
-            return LabelErrors(len(facts.labels), device)
-        case "forecasting":
-            return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device, columns=columns)
-        case "regression":
-            return Errors(1, facts.outputs, device=device, unit_C=unit_C, columns=columns)
-
-
-def language(loss: float) -> dict[str, float]:
-    """Return perplexity and bits per token, from the mean loss in nats."""
-    # Beyond this, exp overflows float64.
-    return {"perplexity": math.exp(loss) if loss < 709.0 else loss if math.isnan(loss) else math.inf, "bits": loss / math.log(2.0)}
-
-
-class Confusion:
-    """Accuracy and macro F1, from a confusion matrix; how often the target is among the `tops` likeliest classes, for each of `tops`.
-
-    If the loss is `weighted`, by class or by target, the loss without weights is a metric beside it. `chosen`: outputs are not logits but
-    the classes themselves, of which none is likelier than another, and which have no loss.
-    """
-
-    def __init__(
-        self,
-        classes: int,
-        device: torch.device | str = "cpu",
-        labels: Sequence[str] = (),
-        tops: Sequence[int] = (),
-        *,
-        weighted: bool = False,
-        chosen: bool = False,
-    ) -> None:
-        self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # [target, prediction]
-        self.unseen_K = torch.zeros(classes, dtype=torch.int64, device=device)  # predictions for labels that train does not have
-        self.labels = tuple(labels) or tuple(map(str, range(classes)))
-        # With few labels, the right one is always among the `TOP` likeliest.
-        self.tops = () if chosen else tuple(dict.fromkeys([*([TOP] if classes > TOP else []), *tops]))
-        self.chosen = chosen
-        self.hits_N = torch.zeros(len(self.tops), dtype=torch.int64, device=device)
-        self.plain_loss = torch.zeros((), dtype=torch.float64, device=device) if weighted and not chosen else None
-
-    def fits(self, out: object, target: Tensor) -> bool:
-        """True if there is one logit per class, or the class itself."""
-        return isinstance(out, Tensor) and out.shape == (target.shape if self.chosen else (*target.shape, self.counts_KK.shape[0]))
-
-    @torch.no_grad()
-    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None, first_B: Tensor | None = None) -> None:
-        """Add logits [B, K] or [T, B, K] and classes [B] or [T, B]."""
-        real, unseen = (target > IGNORED).reshape(-1), (target <= UNSEEN).reshape(-1)
-        decided = self.decided(out).reshape(-1)
-        place = target.reshape(-1) * self.counts_KK.shape[0] + decided
-        # Ignored targets add zero to the first cell: selecting the others would synchronise with the device to learn their number.
-        self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
-        self.unseen_K.scatter_add_(0, torch.where(unseen, decided, 0), unseen.to(torch.int64))
-        if self.tops:
-            rank = _rank(out, target).reshape(-1)
-            for number, top in enumerate(self.tops):
-                self.hits_N[number] += ((rank < top) & real).sum()
-        if self.plain_loss is not None:
-            logits_NK = out.reshape(-1, out.shape[-1]).to(torch.float64)
-            self.plain_loss += cross_entropy(logits_NK, known(target).reshape(-1), ignore_index=IGNORED, reduction="sum")
-
-    def decided(self, out: Tensor) -> Tensor:
-        """Return the classes that outputs stand for."""
-        return out.to(torch.int64) if self.chosen else out.argmax(-1)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the sums."""
-        sums = {"confusion": self.counts_KK, "unseen": self.unseen_K} | ({"top_hits": self.hits_N} if self.tops else {})
-        return sums if self.plain_loss is None else sums | {"plain_loss": self.plain_loss}
-
-    def values(self) -> dict[str, float]:
-        """Return the loss without weights if there are any, accuracy, F1 averaged over the classes that occur as a target or a
-        prediction, and the accuracies of `tops`. Labels that train does not have are one more class, which is never predicted.
-        """
-        counts_KK, unseen_K = self.counts_KK.cpu().to(torch.float64), self.unseen_K.cpu().to(torch.float64)
-        hits_K, total = counts_KK.diagonal(), counts_KK.sum() + unseen_K.sum()
-        hits_L = torch.cat([hits_K, hits_K.new_zeros(1)])
-        occurrences_L = torch.cat([counts_KK.sum(0) + unseen_K + counts_KK.sum(1), unseen_K.sum()[None]])
-        f1_L = (2.0 * hits_L / occurrences_L)[occurrences_L > 0]
-        scores = {} if self.plain_loss is None else {"unweighted_loss": _ratio(self.plain_loss, counts_KK.sum())}
-        scores |= {"accuracy": _ratio(hits_K.sum(), total), "macro_f1": f1_L.mean().item() if len(f1_L) else math.nan}
-        shares = [_ratio(hits, total) for hits in self.hits_N]
-        return scores | {f"top_{top}_accuracy": share for top, share in zip(self.tops, shares, strict=True)}
-
-    def rows(self, by: str) -> list[Row]:
-        """Return precision, recall and F1 by `label`."""
-        counts_KK, unseen_K = self.counts_KK.cpu().to(torch.float64), self.unseen_K.cpu().to(torch.float64)
-        rows: list[Row] = []
-        for place, label in enumerate(self.labels):
-            hits, predicted, targets = counts_KK[place, place], counts_KK[:, place].sum() + unseen_K[place], counts_KK[place].sum()
-            scores = {"precision": _ratio(hits, predicted), "recall": _ratio(hits, targets), "f1": _ratio(2 * hits, predicted + targets)}
-            rows.append({"label": label, **scores, "targets": int(targets), "predicted": int(predicted)})
-        return rows
-
-
-def _rank(out: Tensor, target: Tensor) -> Tensor:
-    """How many classes come before the target: those of a larger logit, and of equal ones those with a lower number.
-
-    Counted from behind, so that a target whose logit is NaN comes last.
-    """
-    place = target.clamp(min=0).unsqueeze(-1)
-    logit = out.gather(-1, place)
-    later = torch.arange(out.shape[-1], device=out.device) > place
-    return out.shape[-1] - 1 - ((out < logit) | ((out == logit) & later)).sum(-1)
 
 
 class Errors:

@@ -20,8 +20,8 @@ from torch import Tensor
 from carrywave.data.batch import IGNORED
 from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
 from carrywave.data.text.tag_scheme import OUTSIDE, Tag, tags_of
-from carrywave.tasks.label_metrics import Row
-from carrywave.tasks.metrics import Confusion
+from carrywave.tasks.metrics.errors import Row
+from carrywave.tasks.metrics.labels import Confusion
 
 Ints = NDArray[np.int64]
 NO_TYPE = "span"  # the name of the type of labels B, I and O

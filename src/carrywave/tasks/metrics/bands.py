@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.spec.data_spec import DataSpec
-from carrywave.tasks.metrics import Columns, Errors, Slope
+from carrywave.tasks.metrics.errors import Columns, Errors, Slope
 
 Reals = NDArray[np.float64]
 

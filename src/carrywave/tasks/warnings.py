@@ -21,7 +21,7 @@ MANY_FLAT = 0.1  # fraction of nearly constant sequences that is worth a warning
 MANY_UNKNOWN, MANY_UNTRAINED = 0.1, 0.01  # fraction of valid worth a warning: <unk>; and tokens, <unk> included, that train never shows
 
 
-def doubts(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequences | None) -> list[str]:
+def warnings_of(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequences | None) -> list[str]:
     """Return all warnings that apply."""
     if codec.word_length:
         train = replace(train, inputs=train.tokens)

@@ -16,17 +16,23 @@ from carrywave.data.codec import Codec
 from carrywave.data.holdout import pick
 from carrywave.data.loader import build
 from carrywave.data.order import Cursor, SequenceOrder
-from carrywave.data.sequences import Sequences
+from carrywave.data.sequences import Sequences, View
 from carrywave.errors import DataError
 from carrywave.model.heads.alignments import negative_log_likelihood
+from carrywave.spec.facts import DataFacts
 from carrywave.spec.model_spec import ModelSpec
 from carrywave.spec.signal_spec import FrontLayer
-from carrywave.tasks.transcription import targets
-from carrywave.tasks.transcription.decoding import beam_search, collapse, greedy
-from carrywave.tasks.transcription.label_errors import LabelErrors, edit_distances
+from carrywave.spec.spec import Spec
+from carrywave.tasks.metrics.labels import LabelErrors, edit_distances
+from carrywave.tasks.task import Task
+from carrywave.tasks.transcription import beam_search, collapse, greedy, steps_needed
 
 CODEC = Codec("transcription", "tokens", "int", size=5, labels=("a", "b", "c"))
 LABELS = st.lists(st.integers(0, 2), max_size=6)
+
+
+def view_of(name: str, data: Sequences, codec: Codec, model: ModelSpec) -> View:
+    return Task(Spec(task="transcription", model=model), codec, DataFacts()).part(name, data).view
 
 
 def data_of(rows: list[tuple[int, list[int]]]) -> Sequences:
@@ -43,32 +49,32 @@ def test_each_label_needs_a_step_and_equal_neighbours_a_blank(rows: list[list[in
     assert data.labels is not None
     assert data.spans is not None
     wanted = [len(labels) + sum(one == other for one, other in pairwise(labels)) for labels in rows]
-    assert targets.steps_needed(data.labels, data.spans).tolist() == wanted
+    assert steps_needed(data.labels, data.spans).tolist() == wanted
 
 
 def test_labels_that_cannot_fit_are_refused_with_what_would_fit_them() -> None:
     data = data_of([(4, [0, 1]), (2, [0, 0]), (1, [2])])
     with pytest.raises(DataError) as no:
-        targets.view("train", data, CODEC, ModelSpec())
+        view_of("train", data, CODEC, ModelSpec())
     assert str(no.value) == (
         "train: a sequence has more labels than the model has answers: sequence 1 (a a) needs 3, with a blank between equal labels, but "
         "gets 2 for its 2 steps; set model.upsample=2 or remove such sequences"
     )
-    targets.view("train", data, CODEC, ModelSpec(upsample=2))
+    view_of("train", data, CODEC, ModelSpec(upsample=2))
     strided = ModelSpec(upsample=2, front=(FrontLayer(channels=2, kernel=3, stride=4),))
     with pytest.raises(DataError, match=r"gets 2 for its 2 steps; set model.upsample=3, use smaller strides in model.front, or"):
-        targets.view("train", data, CODEC, strided)
+        view_of("train", data, CODEC, strided)
     many = data_of([(1, [0, 1, 2, 0, 1, 2, 0, 1, 2])] * 3)
     with pytest.raises(
         DataError, match=r"3 of 3 sequences have .*: sequence 0 \(a b c a b c a b …\) needs 9, .* 1 for its 1 step; .*upsample=9"
     ):
-        targets.view("valid", many, CODEC, ModelSpec())
+        view_of("valid", many, CODEC, ModelSpec())
 
 
 def test_batches_hold_the_labels_of_their_lanes() -> None:
     rows = [(4, [0, 1, 2]), (3, []), (2, [1]), (1, [2])]
     data = pick(data_of(rows), np.array([True, True, True, True]))
-    view = targets.view("train", data, CODEC, ModelSpec())
+    view = view_of("train", data, CODEC, ModelSpec())
     order = SequenceOrder(view.lengths, tokens=8, seed=1, shuffle=False)
     seen: dict[int, list[int]] = {}
     for step in range(order.num_steps(0)):
@@ -80,7 +86,7 @@ def test_batches_hold_the_labels_of_their_lanes() -> None:
             assert labels[len(seen[number]) :] == [-1] * (len(labels) - len(seen[number]))
     assert seen == {number: labels for number, (_, labels) in enumerate(rows)}
     half = pick(data, np.array([False, True, True, False]))
-    found = targets.view("valid", half, CODEC, ModelSpec()).labels_at
+    found = view_of("valid", half, CODEC, ModelSpec()).labels_at
     assert found is not None
     assert found(np.array([1, 0]), 9).tolist() == [[1], [-1]]
 

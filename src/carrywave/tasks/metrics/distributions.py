@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from carrywave.spec.data_spec import PARAMETERS, DataSpec
-from carrywave.tasks.metrics import Columns, Errors, Slope
-from carrywave.tasks.quantile_functions import Quantiles
+from carrywave.tasks.metrics.errors import Columns, Errors, Slope
+from carrywave.tasks.metrics.quantile_functions import Quantiles
 
 DECILES = tuple(round(0.1 * number, 1) for number in range(1, 10))  # of the weighted quantile loss, as others report it
 MIDDLES = tuple((2 * number + 1) / 40 for number in range(20))  # the middles of 20 equal shares

@@ -10,8 +10,8 @@ import pytest
 from carrywave.data.order import SequenceOrder
 from carrywave.data.prepare import from_python
 from carrywave.spec.spec import Spec
-from carrywave.tasks.doubts import (
-    doubts,
+from carrywave.tasks.task import Task
+from carrywave.tasks.warnings import (
     flat_sequences,
     one_label,
     one_step,
@@ -20,8 +20,8 @@ from carrywave.tasks.doubts import (
     too_few_epochs,
     unknown_tokens,
     untrained_tokens,
+    warnings_of,
 )
-from carrywave.tasks.task import Task
 
 
 def spec(task: str = "classification", *, batch: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **data: Any) -> Spec:
@@ -45,7 +45,7 @@ def test_a_single_label() -> None:
     said = one_label(found.codec)
     assert said is not None
     assert said.startswith("every label in train is 'spam', so there is nothing to learn;")
-    assert said in doubts(spec(), found.codec, SequenceOrder(np.full(40, 16), tokens=64), found.train, None)
+    assert said in warnings_of(spec(), found.codec, SequenceOrder(np.full(40, 16), tokens=64), found.train, None)
     assert one_label(from_python(waves(), spec()).codec) is None
 
 
@@ -82,11 +82,11 @@ def test_a_vocabulary_that_hardly_covers_valid() -> None:
     assert "in train; set a larger data.vocabulary" in said
     covered = from_python({"train": "a b c d\n" * 20, "valid": "a b c\n" * 5}, words)
     assert unknown_tokens(covered.codec, covered.train, covered.valid) is None
-    assert doubts(words, covered.codec, SequenceOrder(np.full(20, 10), tokens=20), covered.train, covered.valid) == []
+    assert warnings_of(words, covered.codec, SequenceOrder(np.full(20, 10), tokens=20), covered.train, covered.valid) == []
 
 
 def test_forecasts_without_a_season_before_them() -> None:
-    asked = spec("forecasting", season=24, split=[0.5, 0.5], context=3)
+    asked = spec("forecasting", season=24, split=[0.5, 0.5])
     found = from_python(np.arange(40.0)[:, None], asked)
     task = Task.of(asked, found.codec, found.facts, found.train)
     assert found.valid is not None
@@ -105,7 +105,7 @@ def test_forecasts_without_a_season_before_them() -> None:
 @pytest.mark.parametrize("quantiles", [None, (0.1, 0.5), (0.1, 0.9)])
 def test_the_naive_forecast_is_judged_as_ours(quantiles: tuple[float, ...] | None) -> None:
     values = np.random.default_rng(1).normal(size=(60, 2)).cumsum(axis=0)
-    values[:, 1] = 3.0
+    values[:, 1] = np.arange(60) % 2  # the same every season
     asked = spec("forecasting", season=2, split=[0.7, 0.3], quantiles=quantiles)
     found = from_python(values, asked)
     task = Task.of(asked, found.codec, found.facts, found.train)
@@ -116,7 +116,7 @@ def test_the_naive_forecast_is_judged_as_ours(quantiles: tuple[float, ...] | Non
     assert baseline.keys() == {f"{name}_{metric}" for name in ("naive", "last", "ridge") for metric in wanted} | {"ridge_lags"}
     assert task.scale.every[1] == 0.0
     if "mae" in wanted:
-        # The constant column counts in no MASE; the other is forecast by hand.
+        # The column that repeats counts in no MASE; the other is forecast by hand.
         mean, std = found.codec.mean[0], found.codec.std[0]
         scaled = (values[:, 0] - mean) / std
         errors = [abs(scaled[origin + ahead] - scaled[origin + ahead - 2]) for origin in range(41, 58) for ahead in (1, 2)]

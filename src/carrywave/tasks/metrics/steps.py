@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.codec import Codec
-from carrywave.tasks.label_metrics import Row
+from carrywave.tasks.metrics.errors import Row
 
 SUMS = ("count", "truth", "guess", "truth_square", "guess_square", "product", "square", "absolute")
 LEAST_VARIANCE = 1e-12  # in standardised units: less is the rounding of float32
