@@ -105,7 +105,7 @@ def test_labels_of_a_sequence_and_their_weights(folder: Path, whole: Path) -> No
     assert row["label"] == [name for name in NAMES if row["probabilities"][name] >= 0.5]
     with pytest.raises(UserError, match=r"--top |top="):
         cw.evaluate(whole, device="cpu", top=(2,))
-    with pytest.raises(UserError, match="is for one label each"):
+    with pytest.raises(UserError, match="is for one"):
         cw.evaluate(whole, device="cpu", confusion=True)
 
 
