@@ -297,7 +297,10 @@ class Loop:
 
     def _forward_backward(self, batches: Any, keys: Any, carry: Any, graphs: Any = None) -> tuple[None, Any]:
         engine = self.trainer.engine
-        _, left = engine.forward_backward(batches, keys, carry, graphs)
+        engine.gradients.begin()
+        run = engine.run_pass
+        (_, reached), left = run(batches, keys, carry) if graphs is None else graphs("batch", run, batches, keys, carry)
+        engine.gradients.end_passes([reached])
         engine.gradients.sum()
         return None, left
 

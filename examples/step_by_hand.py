@@ -52,7 +52,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def update(parts: Parts, count: Tensor) -> None:
     """Turn gradients of the summed loss into new weights: divide once, by the number of targets everywhere; clip by the norm of all
-    gradients; take a step of SGD. In the package: `Update` in step/update.py.
+    gradients; take a step of SGD. In the package: `Engine._update` in step/engine.py.
     """
     gradients = [parameter.grad / count for parameter in parts.parameters() if parameter.grad is not None]
     norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()  # stages would add up their squares

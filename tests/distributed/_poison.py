@@ -12,8 +12,8 @@ from torch import Tensor
 from carrywave.data.batch import Batch
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
+from carrywave.step.result import StepResult
 from carrywave.step.trainer import Trainer
-from carrywave.step.update import StepResult
 
 
 @contextmanager

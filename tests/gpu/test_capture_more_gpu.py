@@ -29,7 +29,7 @@ from carrywave.prediction.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.optim.optimizer import NTASGD
-from carrywave.step.passes.micro_batches import flatten
+from carrywave.step.passes.jobs import flatten
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.kind import Part
 

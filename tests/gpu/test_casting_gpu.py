@@ -135,10 +135,10 @@ def test_dropout_is_the_definition(steps: int, lanes: int, units: int, p: float,
 def test_chunks_are_parts_of_the_whole(locked: bool) -> None:
     drop, x = Dropout(0.5, locked, name="here"), numbers(20, 6, 2, 325)
     lanes_B, key = torch.arange(6, device="cuda") * 3, random.key(1).cuda()
-    with random.scope(key, lanes_B, 5):
+    with random.Scope(key, lanes_B, 5):
         whole = drop(x)
     for first, end in ((0, 7), (7, 20)):
-        with random.scope(key, lanes_B[1:4], 5 + first):
+        with random.Scope(key, lanes_B[1:4], 5 + first):
             assert torch.equal(drop(x[first:end, 1:4]), whole[first:end, 1:4])
     assert 0.4 < (whole == 0).float().mean() < 0.6
 

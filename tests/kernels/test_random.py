@@ -199,8 +199,8 @@ def test_drawn_keys_follow_torch_seed() -> None:
 
 def test_scopes_nest_and_end() -> None:
     assert random.current_scope() is None
-    with random.scope(random.key(1), torch.arange(3), 5):
-        with random.scope(None, None, 7, pooled=True) as inner:
+    with random.Scope(random.key(1), torch.arange(3), 5):
+        with random.Scope(None, None, 7, pooled=True) as inner:
             assert random.current_scope() is inner
             assert inner.start == 7
         outer = random.current_scope()

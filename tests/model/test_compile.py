@@ -120,7 +120,7 @@ def test_keyed_dropout_in_a_compiled_module_has_the_masks_of_one_that_is_not() -
         for start in (0, 3):
             found = []
             for run in (compiled, twice):
-                with random.scope(KEY, lanes, start):
+                with random.Scope(KEY, lanes, start):
                     found.append(run(x))
             assert torch.equal(*found)
     assert not [each for each in said if "zlib" in str(each.message)]

@@ -22,9 +22,9 @@ def ones(*shape: int) -> Tensor:
 def test_mask_belongs_to_time_lane_and_unit(locked: bool) -> None:
     dropout = Dropout(0.5, locked, name="here")
     lanes = torch.tensor([7, 2, 9, 4])
-    with random.scope(KEY, lanes, 10):
+    with random.Scope(KEY, lanes, 10):
         whole = dropout(ones(6, 4, 2, 5))
-    with random.scope(KEY, lanes[1:3], 12):
+    with random.Scope(KEY, lanes[1:3], 12):
         part = dropout(ones(3, 2, 2, 5))
     assert torch.equal(part, whole[2:5, 1:3])
     assert set(whole.unique().tolist()) == {0.0, 2.0}
@@ -33,15 +33,15 @@ def test_mask_belongs_to_time_lane_and_unit(locked: bool) -> None:
 
 
 def test_sites_differ_by_name() -> None:
-    with random.scope(KEY, torch.arange(4), 0):
+    with random.Scope(KEY, torch.arange(4), 0):
         assert not torch.equal(Dropout(0.5, name="a")(ones(3, 4, 9)), Dropout(0.5, name="b")(ones(3, 4, 9)))
 
 
 def test_pooled_scope_has_no_time() -> None:
     dropout = Dropout(0.5, name="head")
-    with random.scope(KEY, torch.tensor([3, 5]), 0, pooled=True):
+    with random.Scope(KEY, torch.tensor([3, 5]), 0, pooled=True):
         pooled = dropout(ones(2, 9))
-    with random.scope(KEY, torch.tensor([5]), 0, pooled=True):
+    with random.Scope(KEY, torch.tensor([5]), 0, pooled=True):
         assert torch.equal(dropout(ones(1, 9))[0], pooled[1])
 
 
@@ -62,7 +62,7 @@ def test_evaluation_and_zero_share_leave_x_alone() -> None:
 
 def test_shape_without_lanes_is_refused_in_a_part_of_a_batch() -> None:
     message = r"dropout flat got x of shape \[12, 9\] for 4 lanes, a part of the batch; keep x as \[time, lane, …\]"
-    with random.scope(KEY, torch.arange(4), 0), pytest.raises(UserError, match=message):
+    with random.Scope(KEY, torch.arange(4), 0), pytest.raises(UserError, match=message):
         Dropout(0.5, name="flat")(ones(12, 9))
 
 
@@ -71,7 +71,7 @@ def test_a_whole_batch_is_dropped_in_any_shape(shape: tuple[int, ...]) -> None:
     flat = Dropout(0.5, name="flat")
     found = []
     for _ in range(2):
-        with random.scope(KEY, torch.arange(4), 0, whole=True):
+        with random.Scope(KEY, torch.arange(4), 0, whole=True):
             found.append(flat(ones(*shape)))
     assert torch.equal(*found)
     assert set(found[0].unique().tolist()) == {0.0, 2.0}
@@ -96,7 +96,7 @@ def test_a_keyed_dropout_is_the_users_own_object_and_one_of_torch() -> None:
     net = keyed(nn.Sequential(drop), "encoder")
     assert [module for module in net.modules() if isinstance(module, nn.Dropout)] == [drop]
     x = ones(3, 4, 9)
-    with random.scope(KEY, torch.arange(4)):
+    with random.Scope(KEY, torch.arange(4)):
         y = net(x)
         assert torch.equal(x, y)
         assert len(calls) == 1
@@ -111,9 +111,9 @@ def test_a_keyed_dropout_is_the_users_own_object_and_one_of_torch() -> None:
 
 def test_what_encoder_and_head_share_draws_other_numbers_in_each() -> None:
     drop, x = Dropout(0.5, name="encoder.drop"), ones(3, 4, 9)
-    with random.scope(KEY, torch.arange(4)):
+    with random.Scope(KEY, torch.arange(4)):
         first = drop(x)
-    with random.scope(KEY, torch.arange(4), part="head"):
+    with random.Scope(KEY, torch.arange(4), part="head"):
         assert not torch.equal(drop(x), first)
 
 
@@ -141,9 +141,9 @@ def test_torch_dropout_becomes_keyed_by_its_path() -> None:
     assert not [module for module in encoder.modules() if type(module) is nn.Dropout]
     assert encoder.get_submodule("inner").path == "encoder.inner"
     x = torch.randn(4, 3, 3)
-    with random.scope(KEY, torch.arange(3), 0):
+    with random.Scope(KEY, torch.arange(3), 0):
         whole = encoder(x)
-    with random.scope(KEY, torch.arange(1, 3), 2):
+    with random.Scope(KEY, torch.arange(1, 3), 2):
         assert torch.equal(encoder(x[2:, 1:]), whole[2:, 1:])
 
 
@@ -179,7 +179,7 @@ def test_a_module_used_twice_draws_two_masks_and_repeats_both() -> None:
     x = torch.ones(4, 3, 8)
     pairs = []
     for _ in range(2):
-        with random.scope(random.key(1), torch.arange(3)):
+        with random.Scope(random.key(1), torch.arange(3)):
             pairs.append((drop(x), drop(x)))
     assert not torch.equal(pairs[0][0], pairs[0][1])
     assert torch.equal(pairs[0][0], pairs[1][0])

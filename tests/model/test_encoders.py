@@ -19,9 +19,9 @@ def test_embedding_reads_rows() -> None:
 def test_words_are_dropped_by_row_wherever_they_stand() -> None:
     encoder = Embedding(50, 3, dropout_words=0.5, dtype=torch.float64)
     tokens = torch.randint(50, (30, 4), generator=torch.Generator().manual_seed(0))
-    with random.scope(random.key(1), torch.arange(4), 0):
+    with random.Scope(random.key(1), torch.arange(4), 0):
         whole = encoder(tokens)
-    with random.scope(random.key(1), torch.arange(2, 4), 10):
+    with random.Scope(random.key(1), torch.arange(2, 4), 10):
         assert torch.equal(encoder(tokens[10:, 2:]), whole[10:, 2:])
     kept = {int(token): bool(vector.any()) for token, vector in zip(tokens.flatten(), whole.flatten(0, 1), strict=True)}
     for token, vector in zip(tokens.flatten(), whole.flatten(0, 1), strict=True):

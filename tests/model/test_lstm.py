@@ -126,7 +126,7 @@ def test_without_a_key_the_scope_gives_one_then_torch() -> None:
     lstm = LSTM(3, 4, 2, dropout=0.5, dtype=DOUBLE)
     x = torch.randn(4, 2, 3, dtype=DOUBLE)
     given_key = lstm(x, key=random.key(9), lanes=torch.tensor([5, 6]), start=7)[0]
-    with random.scope(random.key(9), torch.tensor([5, 6]), 7):
+    with random.Scope(random.key(9), torch.tensor([5, 6]), 7):
         assert torch.equal(lstm(x)[0], given_key)
     torch.manual_seed(1)
     first, second = lstm(x)[0], lstm(x)[0]

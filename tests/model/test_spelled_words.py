@@ -78,7 +78,7 @@ def test_rare_words_are_read_as_the_unknown_one_in_training_alone() -> None:
     encoder = Embedding(100, 3)
     encoder.rare = (40, 99, 0.5)
     tokens = torch.arange(99)[:, None]
-    with random.scope(random.key(1), torch.arange(1), 0):
+    with random.Scope(random.key(1), torch.arange(1), 0):
         got = encoder(tokens)[:, 0]
     hidden = (got == encoder.weight[99]).all(-1)
     assert not hidden[:40].any()

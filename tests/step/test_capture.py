@@ -18,9 +18,7 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
-from carrywave.step.passes.micro_batches import flatten
 from carrywave.step.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -77,34 +75,6 @@ def test_streams(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) ->
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"learned_carry": True}, {"weight_drop": 0.4, "locked": True}, {"layer_norm": True}, {"recurrent_dropout": 0.3, "zoneout": 0.2}],
-)
-@pytest.mark.parametrize("plan", [Plan.serial(), Plan(chunk_steps=5, micro_batches=2), Plan(chunk_steps=5, recompute=True)])
-def test_options_and_plans(monkeypatch: pytest.MonkeyPatch, options: dict[str, object], plan: Plan) -> None:
-    """Short windows between long ones, and evaluation between steps: recorded and unrecorded steps hand the carry to each other."""
-    long = stream_batches()
-    short = [replace(b, inputs=b.inputs[:9], targets=b.targets[:9], lengths=b.lengths.clamp(max=9), real=63) for b in long[:5]]  # type: ignore[index]
-    batches = [*long[:4], *short[:1], *long[4:6], *short[1:4], *long[6:9]]
-    ends = []
-    for recorded in (False, True):
-        monkeypatch.setenv("CARRYWAVE_CAPTURE", "1" if recorded else "0")
-        train = parse({"train": {"clip": 0.5, "alpha": 1.0, "beta": 0.5, "precision": "fp32"}}, defaults=False).train
-        trainer = Trainer(language(**options), train, plan=plan, device="cuda")
-        for batch in batches:
-            trainer.step(batch.to(torch.device("cuda")))
-            trainer.model.eval()
-            with torch.no_grad():
-                trainer.model(batch.inputs.cuda())
-        ends.append((dict(trainer.named), trainer.state))
-    (plain, before), (replayed, after) = ends
-    assert all(torch.equal(plain[name], replayed[name]) for name in plain)
-    assert before is not None
-    assert after is not None
-    assert all(torch.equal(a, b) for a, b in zip(flatten(before), flatten(after), strict=True))
-
-
 def test_a_step_that_cannot_be_recorded_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class Looking(Softmax):
         def loss(self, y: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,18 +92,6 @@ def test_a_step_that_cannot_be_recorded_says_so_and_goes_on(monkeypatch: pytest.
         trainer.step(batches[2])
     trainer.step(batches[3])
     assert trainer.step(batches[0]).item() < first
-
-
-def test_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [batch.to(torch.device("cuda")) for batch in stream_batches()]
-    pairs = list(zip(batches[0::2], batches[1::2], strict=False))
-    ends = []
-    for recorded in (False, True):
-        trainer = trainer_of(language(), monkeypatch, recorded=recorded, streams=True)
-        for pair in pairs:
-            trainer.step(*pair)
-        ends.append(dict(trainer.named))
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_buckets_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,6 @@ from torch.nn.utils import parametrize, prune
 
 import carrywave as cw
 from carrywave.kernels import deferred_gradients
-from carrywave.model.parameter_placement import Holding, hold
-from carrywave.model.stage import Chunk, Stage
 
 DOUBLE = torch.float64
 TRAIN = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
@@ -120,18 +118,3 @@ def test_weights_that_are_made_of_others(change: Callable[[Any], Any], plan: dic
     before = made(Plain)
     change(before.lstm)
     assert not any(torch.equal(now, then) for now, then in zip(models[0].parameters(), before.parameters(), strict=True))
-
-
-def test_what_pruning_leaves_goes_with_its_layer() -> None:
-    whole, part = made(Plain), made(Plain)
-    pruned(whole.lstm)
-    pruned(part.lstm)
-    held = hold(part, Holding(0, 2, torch.device("cpu")), DOUBLE)
-    assert {name for name in held if "weight_ih" in name} == {"lstm.weight_ih_l0_orig", "lstm.weight_ih_l0_mask"}
-    assert not any("_l1" in name for name in held)
-    x, chunk = data()[0], Chunk()
-    found = []
-    for model in (whole, part):
-        stage = Stage(model, 0, 2)
-        found.append(stage(x, stage.start(2, "cpu", DOUBLE), chunk)[0])
-    assert torch.equal(*found)

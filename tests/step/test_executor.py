@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _small_models import KEY, VOCABULARY, WIDTH, batch_of, build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cells"))
-from _odd import CELLS
 
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError
@@ -34,21 +30,15 @@ from carrywave.plan.units import BatchShape, Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.gradients import Gradients
-from carrywave.step.passes import executor
-from carrywave.step.passes.executor import run
-from carrywave.step.passes.job import BatchOutcome, Job
-from carrywave.step.passes.micro_batches import flatten
-from carrywave.step.passes.programs import program_for
-from carrywave.step.passes.task_clock import Arrived
-
-# Sums of some hundred terms, in another order, in float64.
-TOLERANCE = {"rtol": 1e-10, "atol": 1e-13}
+from carrywave.step.passes.executor import Pass
+from carrywave.step.passes.jobs import BatchOutcome, Job, flatten, program_for
+from carrywave.step.passes.timing import Arrived
 
 
 def outcome_of(model: Model, batch: Batch, plan: Plan, **asked: float) -> tuple[BatchOutcome, dict[str, Tensor]]:
     model.zero_grad()
     program = program_for(plan, [batch], backward=True)
-    [outcome] = run(Stage(model), plan, program, [Job(batch, model.start(len(batch.lengths)), KEY, **asked)])  # type: ignore[arg-type]
+    [outcome] = Pass(Stage(model), plan, program, [Job(batch, model.start(len(batch.lengths)), KEY, **asked)]).run()  # type: ignore[arg-type]
     return outcome, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -62,48 +52,6 @@ def plain(model: Model, batch: Batch) -> dict[str, Tensor]:
     return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-plans = st.builds(
-    Plan,
-    chunk_steps=st.one_of(st.none(), st.integers(1, 9)),
-    micro_batches=st.integers(1, 3),
-    recompute=st.sampled_from((False, True, "twice")),
-)
-
-
-@settings(max_examples=25, deadline=None)
-@given(plan=plans, cell=st.sampled_from(list(CELLS)), pooled=st.booleans(), lengths=st.lists(st.integers(0, 7), min_size=3, max_size=5))
-def test_any_plan_gives_the_gradients_of_plain_autograd(plan: Plan, cell: str, pooled: bool, lengths: list[int]) -> None:
-    lengths[0] = 7
-    model, batch = build(cell=CELLS[cell], pooled=pooled), batch_of(7, lengths, pooled=pooled)
-    expected = plain(model, batch)
-    outcome, gradients = outcome_of(model, batch, plan)
-    torch.testing.assert_close(outcome.loss_sum, expected.pop("loss"), **TOLERANCE)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
-
-
-@pytest.mark.parametrize("layer_norm", [False, True])
-def test_regularisation_is_the_same_over_chunks_and_by_hand(layer_norm: bool) -> None:
-    model, batch = build(pooled=False, layer_norm=layer_norm), batch_of(7, [7, 3, 5], pooled=False)
-    whole, expected = outcome_of(model, batch, Plan.serial(), alpha=2.0, beta=1.0)
-    chunked, gradients = outcome_of(model, batch, Plan(chunk_steps=3), alpha=2.0, beta=1.0)
-    torch.testing.assert_close(chunked.penalty, whole.penalty, **TOLERANCE)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], **TOLERANCE)
-    model.eval()
-    with torch.no_grad():
-        y, _ = model(batch.inputs, None, batch.lengths, fresh=batch.fresh)
-    hand = sum(
-        2.0 * float(y[t, b].square().mean()) + (1.0 * float((y[t, b] - y[t - 1, b]).square().mean()) if t else 0.0)
-        for b, length in enumerate([7, 3, 5])
-        for t in range(length)
-    )
-    program = program_for(Plan.serial(), [batch], backward=False)
-    [quiet] = run(Stage(model), Plan.serial(), program, [Job(batch, model.start(3), alpha=2.0, beta=1.0)])
-    assert math.isclose(float(quiet.penalty), hand, rel_tol=1e-12)
-
-
 def test_a_schedule_that_starts_a_batch_before_its_carry_is_there_is_refused() -> None:
     def mixed(stages: int, chunks: Sequence[int], *, backward: bool) -> Schedule:
         forward = [StageTask("F", 0, chunk, part) for chunk in range(2) for part in range(2)]  # the second batch follows chunk by chunk
@@ -114,7 +62,7 @@ def test_a_schedule_that_starts_a_batch_before_its_carry_is_there_is_refused() -
     jobs = [Job(batches[0], model.start(2), KEY), Job(batches[1], None, KEY)]
     program = program_for(plan, batches, backward=True, scheduler=mixed)
     with pytest.raises(PlanError, match="starts a batch before the previous one has left its carry"):
-        run(Stage(model), plan, program, jobs)
+        Pass(Stage(model), plan, program, jobs).run()
 
 
 def weights_last(stages: int, chunks: Sequence[int], *, backward: bool) -> Schedule:
@@ -159,7 +107,7 @@ def test_a_gradient_is_final_once_nobody_will_add_to_it(scheduler: Callable[...,
     batches, jobs = two_batches(model, steps)
     noted = Noted(model)
     model.zero_grad()
-    run(Stage(model), plan, program_for(plan, batches, backward=True, scheduler=scheduler), jobs, gradients=noted)
+    Pass(Stage(model), plan, program_for(plan, batches, backward=True, scheduler=scheduler), jobs, gradients=noted).run()
     final = [p.grad for p in model.parameters() if p.grad is not None and any(torch.equal(p.grad, each) for each in noted.final)]
     assert len(noted.final) == len(final)  # each once, and with its final value
     if scheduler is weights_last or steps == 7:
@@ -169,16 +117,6 @@ def test_a_gradient_is_final_once_nobody_will_add_to_it(scheduler: Callable[...,
         assert not final  # the only deferred ones were computed before the last backward
     assert noted.pending is not None
     assert not any(noted.pending(p) for p in model.parameters())
-
-
-def test_recomputation_defers_nothing() -> None:
-    batch = batch_of(7, [7, 4, 6], pooled=False)
-    plan = Plan(chunk_steps=3)
-    assert program_for(plan, [batch], backward=True).schedule.deferred == {0}
-    assert not program_for(plan, [batch], backward=False).schedule.deferred
-    assert not program_for(Plan(chunk_steps=3, recompute=True), [batch], backward=True).schedule.deferred
-    assert not program_for(Plan(), [batch], backward=True).schedule.deferred
-    assert program_for(plan, [batch, batch_of(2, [2] * 3, pooled=False)], backward=True).schedule.deferred == {0}
 
 
 @dataclass
@@ -218,7 +156,7 @@ def test_the_last_gradient_is_on_its_way_before_weight_gradients_are_computed(mo
 
     monkeypatch.setattr(Deferred, "flush", noting)
     stage, program = Stage(model, 2, model.units), program_for(plan, [batch], backward=True)
-    run(stage, plan, program, [Job(batch, stage.start(3), KEY)], links, stage_number=1)
+    Pass(stage, plan, program, [Job(batch, stage.start(3), KEY)], links, stage_number=1).run()
     assert links.told[-5:] == ["flush", "send", "flush", "weights", "flush"]
     assert links.told.count("weights") == 1
 
@@ -229,7 +167,7 @@ def test_evaluation_sees_every_output_and_makes_no_graph() -> None:
     seen: list[Tensor] = []
     plan = Plan(chunk_steps=3)
     job = Job(batch, model.start(3), observe=lambda out, *_: seen.append(out))
-    [outcome] = run(Stage(model), plan, program_for(plan, [batch], backward=False), [job])
+    [outcome] = Pass(Stage(model), plan, program_for(plan, [batch], backward=False), [job]).run()
     assert [len(out) for out in seen] == [3, 3, 1]
     assert not outcome.loss_sum.requires_grad
     assert float(outcome.count) == 14
@@ -245,9 +183,9 @@ def test_recomputation_keeps_what_the_planner_counts(recompute: Any, beta: float
     plan = Plan(chunk_steps=chunk_steps, recompute=recompute)
     planned = Footprint(plan, BatchShape(lanes, steps), units).memory(0, 0, len(units))
     seen: list[int] = []
-    backward = executor._Run._backward
+    backward = Pass._backward
 
-    def looking(self: executor._Run, task: StageTask) -> None:
+    def looking(self: Pass, task: StageTask) -> None:
         backward(self, task)
         states = [state for kept in self.kept.values() for state in (kept.entered, kept.left) if state is not None]
         held = [t for kept in self.kept.values() for t in (kept.y, kept.root)] + [t for state in states for t in flatten(state)]
@@ -255,7 +193,7 @@ def test_recomputation_keeps_what_the_planner_counts(recompute: Any, beta: float
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t is not None}
         seen.append(sum(storages.values()) + lanes * steps * 8)  # and the tokens, of which chunks are views
 
-    monkeypatch.setattr(executor._Run, "_backward", looking)
+    monkeypatch.setattr(Pass, "_backward", looking)
     outcome_of(build(pooled=False), batch_of(steps, [steps] * lanes, pooled=False), plan, beta=beta)
     assert len(seen) == steps // chunk_steps
     # The state of the lanes between steps, and that of the running chunk, are counted but not in what is measured; the last output, kept
@@ -263,15 +201,3 @@ def test_recomputation_keeps_what_the_planner_counts(recompute: Any, beta: float
     around = 2 * lanes * 4 * WIDTH * 8
     assert max(seen) <= (planned.activations + planned.carries) * (1.25 if beta else 1.0)
     assert max(seen) >= (planned.activations + planned.carries - around) * 0.8
-
-
-def test_two_levels_keep_few_carries() -> None:
-    """With 4,096 chunks, 64 at the starts of segments and 63 within one, instead of 4,096."""
-    units = Units.of(Spec.model_validate({"model": {"hidden": 8, "layers": 2}}), DataFacts(vocabulary=VOCABULARY))
-    shape = BatchShape(1, 4096)
-    once, twice = (Footprint(Plan(chunk_steps=1, recompute=level), shape, units).memory(0, 0, len(units)) for level in (True, "twice"))
-    assert once.carries == 4098 * 2 * 16 * 4
-    assert twice.carries == (64 + 63 + 2) * 2 * 16 * 4
-    assert Plan(chunk_steps=1, recompute="twice").segment(4096) == 64
-    assert [Plan(recompute="twice").segment(chunks) for chunks in (1, 2, 4, 5, 9, 10)] == [1, 2, 2, 3, 3, 4]
-    assert Plan(recompute=True).segment(100) == 1

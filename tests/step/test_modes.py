@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.model.modes import TrainingModes
 
 SGD = {"optimizer": "sgd", "lr": 0.1, "precision": "fp64"}
 
@@ -82,31 +81,6 @@ def test_a_step_trains_a_model_in_eval_and_follows_train(kind: type[nn.Module]) 
     net.eval()
     net.train()  # of the whole model, said by the user: the encoder is no longer kept in eval
     trainer.step(batch())
-    assert all(module.training for module in net.modules())
-
-
-def test_the_encoder_may_be_kept_in_eval_before_there_is_a_trainer() -> None:
-    net = build(cw.Model)
-    net.encoder.eval()
-    trainer = cw.Trainer(net, SGD)
-    net.eval()
-    trainer.step(batch())
-    assert net.training
-    assert not any(module.training for module in net.encoder.modules())
-
-
-def test_modes_are_those_of_the_last_step() -> None:
-    net = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
-    modes = TrainingModes(net)
-    net[1].eval()
-    modes.resume()
-    net.eval()
-    modes.resume()
-    assert [module.training for module in net.modules()] == [True, True, False, False]
-    net[1].train()
-    modes.resume()
-    net.eval()
-    modes.resume()
     assert all(module.training for module in net.modules())
 
 

@@ -15,10 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from _whole_snapshots import load
-from carrywave import LSTM, Carry, Model
+from carrywave import LSTM, Model
 from carrywave.data.batch import Batch
 from carrywave.errors import Diverged
 from carrywave.model.encoders import Embedding
@@ -28,7 +27,7 @@ from carrywave.parallel.world import World
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW, ComputeOrder, NonfiniteRecord, reset_nonfinite_lanes
+from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW, ComputeOrder, NonfiniteRecord
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.trainer import Trainer
 from carrywave.train.fit import train
@@ -64,19 +63,6 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-class Fragile(nn.Module):
-    """An encoder that knows no answer for one of the tokens, and can be told to meet it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(TOKENS, 5)
-        self.broken = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.table(x)
-        return torch.where((x == 3)[..., None], found * math.nan, found) if self.broken else found
-
-
 @pytest.mark.parametrize("chunk_steps", [None, 4])
 @pytest.mark.parametrize(
     ("how", "words"),
@@ -101,45 +87,6 @@ def test_the_first_bad_layer_is_named_and_nothing_is_changed(how: str, words: st
     assert trainer.nonfinite.cause(seen, weights=True) == words
     if not how.startswith(("encoder", "lstm", "head")):
         assert_same(bits(trainer), before)
-
-
-def test_what_an_encoder_of_the_users_own_computes_shows_in_the_first_layer() -> None:
-    encoder = Fragile()
-    trainer = Trainer(a_model(encoder), {"lr": 0.1}, keep_state=True)
-    for number in range(3):
-        encoder.broken = number == 1
-        trainer.update(batch(number))
-    seen = trainer.nonfinite.look()
-    # The step after it reads the carry that was left, so that it is as bad.
-    assert (seen.ago, seen.bad) == (1, 2)
-    assert trainer.nonfinite.cause(seen, weights=True) == "the output that lstm.l0 computes on rank 0"
-    assert not encoder._forward_hooks  # nothing of ours stays in what is theirs
-
-
-def test_of_a_module_of_one_piece_the_parameter_is_named() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.low, self.high = nn.Linear(2, 3), nn.Linear(3, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.high(self.low(x).tanh()).squeeze(-1)
-            return out
-
-        def loss(self, out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-            return mse_loss(out, target, reduction="sum"), torch.tensor(target.numel())
-
-    net = Net()
-    trainer = Trainer(net, {"lr": 0.1})
-    x_TBI, y_TB = torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(1)), torch.ones(3, 2)
-    trainer.update(Batch.of(x_TBI, y_TB))
-    assert trainer.nonfinite.look().ago is None
-    hook = net.low.weight.register_hook(lambda grad: grad * math.inf)  # type: ignore[no-untyped-call]
-    trainer.update(Batch.of(x_TBI, y_TB))
-    hook.remove()
-    assert trainer.nonfinite.cause(trainer.nonfinite.look(), weights=True) == "the gradient of low.weight on rank 0"
-    trainer.update(Batch.of(x_TBI, y_TB * math.nan))
-    assert trainer.nonfinite.cause(trainer.nonfinite.look(), weights=True) == "the loss that Net computes on rank 0"
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -192,24 +139,6 @@ def test_bad_lanes_begin_anew_and_the_others_go_on(layer: int) -> None:
             assert torch.equal(part[:, 1:], wanted[:, 1:])
             assert torch.equal(part[:, 0], wanted[:, 0] if number < layer else torch.zeros_like(wanted[:, 0]))
     assert bool(trainer.update(batch(3)).finite)
-
-
-@given(st.data())
-def test_bad_lanes_are_mended_layer_by_layer(data: st.DataObject) -> None:
-    bad = data.draw(st.sets(st.tuples(st.integers(0, 1), st.sampled_from("hc"), st.integers(0, 2), st.integers(0, 3))))
-    value = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
-    left = [torch.full((1, 3, 4), 1.0 + place) for place in range(4)]
-
-    def pairs(tensors: list[Tensor]) -> tuple[Carry, ...]:
-        return tuple(Carry(*tensors[first : first + 2]) for first in (0, 2))
-
-    for layer, part, lane, unit in bad:
-        left[2 * layer + "hc".index(part)][0, lane, unit] = value
-    start = [torch.full((1, 3, 4), -1.0 - place) for place in range(4)]
-    for place, tensor in enumerate(reset_nonfinite_lanes(pairs(left), pairs(start))):
-        for lane in range(3):
-            renewed = any((layer, lane) == (place // 2, lane) for layer, _, lane_, _ in bad if lane_ == lane)
-            assert tensor[0, lane].tolist() == [-1.0 - place if renewed else 1.0 + place] * 4
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.booleans()), max_size=40))
@@ -306,14 +235,6 @@ def test_skipped_steps_are_counted_in_rows_and_said(text: Path, tmp_path: Path, 
     assert load(tmp_path / "run" / "snapshots").meta["progress"]["skipped"] == 3
 
 
-def test_a_step_of_several_batches_is_skipped_whole(text: Path, tmp_path: Path) -> None:
-    with poisoned("gradient", [6]):
-        train(language(text, on_nan="skip", accumulate=3, log_every=1), run=tmp_path / "run", device="cpu")
-    first_epoch = [row for row in rows(tmp_path / "run") if row["epoch"] == 1]
-    assert [row["step"] for row in first_epoch][:4] == [1, 2, 4, 5]  # a row needs a good step
-    assert [row["skipped"] for row in first_epoch][:4] == [0, 0, 1, 0]
-
-
 def test_an_overflow_that_the_scaler_skips_is_no_bad_step(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scales: list[float] = []
     update = Trainer.update
@@ -343,16 +264,6 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(text: Path, tmp_path: Path
         train(language(text, on_nan="skip"), run=tmp_path / "many", device="cpu")
 
 
-def test_a_resumed_run_goes_on_counting(text: Path, tmp_path: Path) -> None:
-    many = range(3, 3 + MOST_IN_A_ROW)
-    with poisoned("loss", many):
-        train(language(text, on_nan="skip", max_steps=8), run=tmp_path / "run", device="cpu")
-        kept = load(tmp_path / "run" / "snapshots").meta["progress"]
-        assert (kept["skipped"], kept["in_a_row"]) == (5, 5)
-        with pytest.raises(Diverged, match=rf"at step 4 \(epoch 1\); {MOST_IN_A_ROW} steps in a row were skipped"):
-            train(language(text, on_nan="skip"), run=tmp_path / "run", resume=True, device="cpu")
-
-
 def test_a_run_goes_back_to_its_last_snapshot_with_half_the_rate(text: Path, tmp_path: Path) -> None:
     watch = Listening()
     spec = language(text, on_nan="back", lr=0.01)
@@ -369,15 +280,6 @@ def test_a_run_goes_back_to_its_last_snapshot_with_half_the_rate(text: Path, tmp
     assert load(tmp_path / "run" / "snapshots").meta["progress"]["backs"] == 2
 
 
-def test_without_a_snapshot_a_run_goes_back_to_its_start_and_is_then_the_run_at_that_rate(text: Path, tmp_path: Path) -> None:
-    with poisoned("loss", [5], above=0.005):
-        back = train(language(text, on_nan="back", lr=0.01), run=tmp_path / "back", device="cpu")
-    plain = train(language(text, lr=0.005), run=tmp_path / "plain", device="cpu")
-    assert (tmp_path / "back" / "metrics.jsonl").read_bytes() == (tmp_path / "plain" / "metrics.jsonl").read_bytes()
-    for ours, theirs in zip(back.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_a_run_that_goes_back_too_often_stops(text: Path, tmp_path: Path) -> None:
     with (
         poisoned("loss", [9]) as begun,
@@ -385,15 +287,6 @@ def test_a_run_that_goes_back_too_often_stops(text: Path, tmp_path: Path) -> Non
     ):
         train(language(text, on_nan="back", lr=0.01), run=tmp_path / "run", device="cpu")
     assert begun == [*range(10)] * (MOST_BACKS + 1)
-
-
-def test_a_rate_that_ruins_the_weights_themselves_is_gone_back_from(text: Path, tmp_path: Path) -> None:
-    """No gradient is bad before the weights are: they are refused where they would be saved, or in the next step."""
-    keys: dict[str, Any] = {"optimizer": "sgd", "lr": 1e308, "precision": "fp64", "epochs": 1}
-    with pytest.raises(Diverged, match="after going back"):
-        train(language(text, on_nan="back", **keys), run=tmp_path / "run", device="cpu")
-    found = load(tmp_path / "run" / "snapshots")
-    assert found.meta["progress"]["step"] == 0
 
 
 def test_a_run_that_went_back_is_resumed_at_the_lower_rate(text: Path, tmp_path: Path) -> None:
@@ -407,10 +300,3 @@ def test_a_run_that_went_back_is_resumed_at_the_lower_rate(text: Path, tmp_path:
     assert {row["lr"] for row in cut} == {0.005}
     ours, theirs = (load(tmp_path / name / "snapshots") for name in ("cut", "whole"))
     assert_same(ours.parameters, theirs.parameters)
-
-
-def test_what_becomes_of_bad_steps_may_change_when_a_run_is_resumed(text: Path, tmp_path: Path) -> None:
-    with poisoned("loss", [5], epoch=1):
-        with pytest.raises(Diverged):
-            train(language(text), run=tmp_path / "run", device="cpu")
-        assert train(language(text, on_nan="skip"), run=tmp_path / "run", resume=True, device="cpu").ending == "done"

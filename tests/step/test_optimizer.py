@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,45 +100,6 @@ def test_ntasgd_by_hand() -> None:
     assert all(torch.equal(a, b) for a, b in zip(values(named), raw, strict=True))
 
 
-def test_ntasgd_before_and_at_the_trigger() -> None:
-    named = parameters()
-    optimizer = NTASGD([p for _, p in named], 0.1)
-    raw = values(named)
-    with weight_average.swapped(optimizer):
-        assert all(torch.equal(a, b) for a, b in zip(values(named), raw, strict=True))
-    assert not optimizer.average_active
-    optimizer.trigger()
-    with weight_average.swapped(optimizer):  # no step yet: the average is the weights themselves
-        assert all(torch.equal(a, b) for a, b in zip(values(named), raw, strict=True))
-    give_gradients(named, 0)
-    optimizer.step()
-    count = state_tensors(optimizer, named)["count/b"].item()
-    optimizer.trigger()  # a second time does not begin anew
-    assert state_tensors(optimizer, named)["count/b"].item() == count == 2
-
-
-def test_ntasgd_averages_what_has_no_gradient_and_gives_raw_weights_back_after_an_error() -> None:
-    named = parameters()
-    optimizer = NTASGD([p for _, p in named], 0.1)
-    optimizer.trigger()
-    give_gradients(named, 0)
-    named[0][1].grad = None
-    optimizer.step()
-    raw = values(named)
-    state = state_tensors(optimizer, named)
-    assert torch.equal(state["ax/a.weight"], raw[0])
-    assert state["count/a.weight"].item() == 2
-
-    def fail() -> None:
-        with weight_average.swapped(optimizer):
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert all(torch.equal(a, b) for a, b in zip(values(named), raw, strict=True))
-    assert not torch.equal(state["ax/a.bias"], raw[1])
-
-
 @pytest.mark.parametrize(
     ("history", "nonmono", "wanted"),
     [
@@ -183,16 +142,6 @@ def test_state_goes_on_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_state_has_names_from_the_start() -> None:
-    named = parameters()
-    adam = optimizers.build(TrainSpec(optimizer="adam"), named, CPU)
-    assert sorted(state_tensors(adam, named)) == sorted(f"{key}/{name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in SHAPES)
-    sgd = optimizers.build(TrainSpec(optimizer="sgd", momentum=0.5), named, CPU)
-    assert sorted(state_tensors(sgd, named)) == sorted(f"momentum_buffer/{name}" for name in SHAPES)
-    assert state_tensors(optimizers.build(TrainSpec(optimizer="sgd"), named, CPU), named) == {}
-    assert state_tensors(optimizers.build(TrainSpec(optimizer="ntasgd"), named, CPU), named) == {}
-
-
 def faulty(change: str) -> dict[str, Tensor]:
     named = parameters()
     kept = dict(state_tensors(optimizers.build(TrainSpec(optimizer="adam"), named, CPU), named))
@@ -221,13 +170,6 @@ def test_refuses_a_state_that_does_not_fit(change: str, said: str) -> None:
     named = parameters()
     with pytest.raises(RunError, match=said):
         load_state(optimizers.build(TrainSpec(optimizer="adam"), named, CPU), named, faulty(change))
-
-
-@pytest.mark.parametrize("kind", ["sgd", "ntasgd"])
-def test_refuses_the_state_of_another_optimizer(kind: Any) -> None:
-    named = parameters()
-    with pytest.raises(RunError, match="optimizer state"):
-        load_state(optimizers.build(TrainSpec(optimizer=kind), named, CPU), named, faulty("none"))
 
 
 def test_ntasgd_goes_back_to_before_its_trigger() -> None:

@@ -68,13 +68,6 @@ def test_inputs_and_targets_with_a_graph_are_refused_at_every_step(plan: dict[st
         whole.step(cw.Batch.of(outer(x), target))
 
 
-def test_an_evaluation_takes_inputs_with_a_graph() -> None:
-    """Nothing is differentiated there."""
-    x, target = tensors()
-    trainer = cw.Trainer(model(), SGD)
-    assert trainer.evaluate([cw.Batch.of(x.requires_grad_(), target)]) == trainer.evaluate([cw.Batch.of(x.detach(), target)])
-
-
 # --- Lanes that continue
 
 
@@ -107,31 +100,6 @@ def test_a_lane_that_continues_in_another_column_is_refused(plan: dict[str, Any]
     for each, numbers in ((trainer, None), (same, [0, 1, 2, 3])):  # a step that was refused has left nothing behind
         each.step(cw.Batch.of(x, target, lanes=numbers, fresh=False))
     assert_same_state(trainer, same)
-
-
-def test_lanes_may_change_where_they_are_fresh() -> None:
-    (x, target), order = tensors(), [2, 0, 3, 1]
-    trainer = cw.Trainer(model(), SGD)
-    trainer.step(cw.Batch.of(x, target))
-    trainer.step(cw.Batch.of(x, target, lanes=[7, 1, 2, 8], fresh=[True, False, False, True]))
-    trainer.step(cw.Batch.of(x, target, lanes=order))
-    saved = trainer.state_dict()
-    resumed = cw.Trainer(model(), SGD)
-    resumed.load_state_dict(saved)
-    for each in (trainer, resumed):
-        with pytest.raises(UserError, match="lane 0 continues its carry in column 0, where the previous batch had lane 2"):
-            each.step(cw.Batch.of(x, target, fresh=False))
-        each.step(cw.Batch.of(x, target, lanes=order, fresh=False))
-    assert_same_state(trainer, resumed)
-
-
-def test_an_evaluation_does_not_continue_lanes_that_were_not_there() -> None:
-    """Another number of lanes started from zeros without a word."""
-    trainer = cw.Trainer(model(), SGD)
-    four, three = cw.Batch.of(*tensors()), cw.Batch.of(*tensors(lanes=3), fresh=False)
-    with pytest.raises(UserError, match="the carry is of 4 lanes, but the batch has 3"):
-        trainer.evaluate([four, three])
-    trainer.evaluate([four, cw.Batch.of(*tensors(lanes=3))])
 
 
 @pytest.mark.parametrize(("lanes", "width"), [(3, WIDTH), (1, WIDTH), (B, WIDTH + 1)])
@@ -176,17 +144,6 @@ def test_a_step_that_fails_with_other_lanes_leaves_the_carry(plan: dict[str, Any
         trainer.step(cw.Batch.of(*tensors(seed=2), fresh=False))
         trainers.append(trainer)
     assert_same_state(*trainers)
-
-
-def test_a_batch_that_is_refused_does_not_change_the_masks_of_the_next() -> None:
-    tried, untried = cw.Trainer(model(), SGD), cw.Trainer(model(), SGD)
-    for trainer in (tried, untried):
-        trainer.step(cw.Batch.of(*tensors()))
-    with pytest.raises(UserError, match="the carry is of 4 lanes, but the batch has 3"):
-        tried.step(cw.Batch.of(*tensors(lanes=3), fresh=False))
-    for trainer in (tried, untried):
-        trainer.step(cw.Batch.of(*tensors(seed=2)))
-    assert_same_state(tried, untried)
 
 
 # --- Checkpointing of one's own
@@ -242,17 +199,3 @@ def test_targets_that_a_head_cannot_learn_are_said_in_our_words() -> None:
         Ctc(WIDTH, CLASSES), rows, "labels of lane 0 need 2 answers, .*, but the head gives 1 for its 1 steps", lengths=short, pooled=True
     )
     refused(Ctc(WIDTH, CLASSES), torch.zeros(B, T, dtype=torch.int64), f"labels of lane 0 need {2 * T - 1} answers", pooled=True)
-
-
-def test_batches_of_anything_but_numbers_are_refused() -> None:
-    x, target = torch.zeros(T, B, 2), torch.zeros(T, B, dtype=torch.int64)
-    with pytest.raises(
-        UserError, match=r"the inputs of a batch are a dict, .*; pass one tensor or array, in which several parts are side by side"
-    ):
-        cw.Batch.of({"price": x, "mask": x}, target)  # type: ignore[arg-type]
-    for given in ("text", [[1.0], [1.0, 2.0]], object(), x.to(torch.complex64)):
-        with pytest.raises(UserError, match=r"the inputs of a batch are a .*, not numbers in a fixed shape"):
-            cw.Batch.of(given, target)  # type: ignore[arg-type]
-    for name in ("targets", "weights", "lengths", "fresh", "lanes", "resets", "history"):
-        with pytest.raises(UserError, match=rf"the {name} of a batch are a dict"):
-            cw.Batch.of(x, **{"targets": target, name: {}})

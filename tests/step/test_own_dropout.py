@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import carrywave as cw
-from carrywave.errors import PlanError
 
 STEPS, LANES, FEATURES, WIDTH, CLASSES = 6, 8, 9, 7, 3
 PLANS: list[dict[str, Any]] = [{"micro_batches": 2}, {"chunk_steps": 2}, {"chunk_steps": 2, "recompute": True}]
@@ -78,52 +77,3 @@ def test_a_layer_that_writes_into_its_input_leaves_the_batch_as_it_was(encoder: 
         return model_of(encoder, nn.Linear(FEATURES, FEATURES))
 
     assert losses(made(), plan) == pytest.approx(losses(made(), {}), rel=1e-12)
-
-
-@pytest.mark.parametrize("part", ["dropout_in", "dropout_out"])
-def test_dropout_beside_the_layers_may_be_in_place(part: str) -> None:
-    found = [losses(model_of(nn.Identity(), **{part: nn.Dropout(0.5, inplace=inplace)}), {}) for inplace in (False, True)]
-    assert found[0] == found[1]
-
-
-class LanesFirst(nn.Module):
-    def __init__(self, *, flat: bool) -> None:
-        super().__init__()
-        self.drop, self.flat = nn.Dropout(0.5), flat
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.flat:
-            return self.drop(x.flatten(0, 1)).view(x.shape)
-        out: Tensor = self.drop(x.transpose(0, 1)).transpose(0, 1)
-        return out
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_dropout_of_another_form_works_where_nothing_is_cut(flat: bool) -> None:
-    found = losses(model_of(LanesFirst(flat=flat)), {})
-    assert losses(model_of(LanesFirst(flat=flat)), {"recompute": True}) == pytest.approx(found, rel=1e-12)
-    for plan in PLANS:
-        with pytest.raises(
-            PlanError, match=r"dropout encoder.0.drop .* a part of the batch; keep x as \[time, lane, …\] where dropout applies"
-        ):
-            losses(model_of(LanesFirst(flat=flat)), plan)
-
-
-class InOnePiece(Head):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(FEATURES, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.drop(self.rnn(x.transpose(0, 1))[0])).transpose(0, 1)
-        return out
-
-    def loss(self, out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return functional.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum"), torch.tensor(target.numel())
-
-
-def test_a_module_in_one_piece_may_be_batch_first_inside() -> None:
-    torch.manual_seed(0)
-    assert len(losses(InOnePiece().double(), {})) == 4
-    with pytest.raises(PlanError, match=r"dropout module.drop .* a part of the batch"):
-        losses(InOnePiece().double(), {"micro_batches": 2})

@@ -96,13 +96,6 @@ def test_backward_and_apply_are_a_step(plan: str, optimizer: str) -> None:
         close(gradients(ours), gradients(theirs))
 
 
-def test_several_batches_in_one_backward_are_divided_once() -> None:
-    ours, theirs = trainer_of(), trainer_of()
-    torch.testing.assert_close(ours.backward(FIRST, SECOND), theirs.step(FIRST, SECOND), rtol=1e-12, atol=0)
-    ours.apply()
-    close(weights(ours), weights(theirs))
-
-
 def test_what_a_user_changes_is_applied() -> None:
     trainer = trainer_of(optimizer="sgd", clip=None, lr=0.1)
     start = weights(trainer)
@@ -171,30 +164,6 @@ def test_sam_beside_plain_torch(plan: str) -> None:
         optimizer.zero_grad()
         sam(trainer, batch, 0.1)
     close(weights(trainer), {name: p.detach() for name, p in plain.net.named_parameters()})
-
-
-def test_an_optimizer_and_hooks_of_ones_own() -> None:
-    net = build()
-    optimizer = torch.optim.RMSprop(net.parameters(), lr=0.01)
-    trainer = cw.Trainer(net, {"clip": 0.1}, optimizer=optimizer)
-    seen: list[float] = []
-    net.head.bias.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
-    trainer.backward(FIRST)
-    trainer.backward(SECOND)
-    assert seen == []
-    trainer.apply()
-    assert len(seen) == 1  # with the gradient that the optimizer sees
-    assert seen[0] < 0.1
-
-
-def test_a_layer_frozen_in_between_is_left_alone() -> None:
-    trainer = trainer_of()
-    start = weights(trainer)
-    trainer.backward(FIRST)
-    trainer.model.head.requires_grad_(False)
-    trainer.apply()
-    moved = {name for name, tensor in trainer.parameters().items() if not torch.equal(tensor, start[name])}
-    assert moved == {name for name in start if not name.startswith("head.")}
 
 
 def test_a_layer_frozen_for_one_of_two_backwards_keeps_the_gradient_of_the_other() -> None:

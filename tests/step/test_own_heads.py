@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import carrywave as cw
-from carrywave.errors import UserError
 from carrywave.model.heads.classes import Softmax
 
 T, B, WIDTH, CLASSES = 4, 3, 5, 3
@@ -80,13 +79,3 @@ def test_an_evaluation_with_metrics_has_the_loss_that_is_trained(make: Any, plan
     assert found == pytest.approx(float(total / count), rel=1e-12)  # float64; chunks are summed in another order
     assert found == pytest.approx(float(trainer.step(batch())), rel=1e-12)
     assert seen[0].shape[-1] == CLASSES
-
-
-def test_what_a_loss_returns_is_checked_in_an_evaluation_with_metrics_too() -> None:
-    class Mean(Judged):
-        def loss(self, y: Tensor, target: Tensor) -> Any:
-            return nn.functional.cross_entropy(self(y).flatten(0, 1), target.flatten())
-
-    trainer = cw.Trainer(model(Mean()), SGD)
-    with pytest.raises(UserError, match=r"loss of the head Mean must return \(sum over the targets, number of targets\)"):
-        trainer.evaluate([batch()], observe=lambda out, target: None)

@@ -15,7 +15,6 @@ import carrywave as cw
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.model import Model
@@ -24,35 +23,6 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.trainer import Trainer
 from carrywave.step.worker_setup import _check_plan, place_model
-
-
-class Mean(nn.Module):
-    def __init__(self, dim: int = 1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(self.dim, keepdim=True)
-
-
-@pytest.mark.parametrize("part", ["dropout_in", "dropout_out"])
-def test_only_dropout_is_dropout(part: str) -> None:
-    with pytest.raises(UserError, match=rf"{part} is a Mean, but only dropout belongs there; make it a part of the (encoder|head)"):
-        Model(Numbers(3), cw.LSTM(3, 4), Softmax(4, 2), **{part: Mean()})
-    Model(Numbers(3), cw.LSTM(3, 4), Softmax(4, 2), **{part: nn.Dropout(0.1)})
-
-
-def test_a_score_put_in_place_of_ours_is_compared() -> None:
-    head = Softmax(4, 2)
-
-    def score(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        centred = logits - logits.mean(1, keepdim=True)
-        return nn.functional.cross_entropy(centred.flatten(0, 1), target.flatten(), reduction="sum"), torch.tensor(target.numel())
-
-    head.score = score  # type: ignore[method-assign]
-    trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), head), plan={"micro_batches": 2})
-    with pytest.raises(PlanError, match="head"):
-        trainer.step(Batch.of(torch.randn(5, 4, 3), torch.randint(2, (5, 4))))
 
 
 @pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2}, {"micro_batches": 2}])
@@ -68,14 +38,6 @@ def test_a_history_of_another_shape_is_refused_on_every_plan(plan: dict[str, int
     trainer.step(Batch.of(x, target, history=torch.randn(10, 4, 1)))
 
 
-def test_a_subclass_of_a_head_that_reads_the_past_is_refused() -> None:
-    class Other(Forecast):
-        pass
-
-    with pytest.raises(UserError, match="Other is a subclass of a head that reads past values"):
-        Model(Numbers(3), cw.LSTM(3, 4), Other(4, 2, 1, linear=True, past_steps=5))
-
-
 @pytest.mark.parametrize("keep_state", [None, True])
 def test_a_head_that_pools_says_why_it_cannot_go_on(keep_state: bool | None) -> None:
     why = r"but the head PooledSoftmax pools \(pooled = True\), which ends with the batch; pass whole sequences, and remove"
@@ -85,27 +47,12 @@ def test_a_head_that_pools_says_why_it_cannot_go_on(keep_state: bool | None) -> 
         Trainer(model, keep_state=keep_state).step(batch)
 
 
-def test_dropout_put_into_a_finished_model_is_told_to_come_earlier() -> None:
-    model = Model(nn.Sequential(nn.Linear(3, 3), Mean(2)), cw.LSTM(3, 4), Softmax(4, 2))
-    model.encoder[1] = nn.Dropout(0.5)  # type: ignore[operator]
-    with pytest.raises(PlanError, match=r"encoder \(Sequential\) gives a loss that is .*% off on 1 of 2 groups of lanes"):
-        Trainer(model, plan={"micro_batches": 2}).step(Batch.of(torch.randn(6, 8, 3), torch.randint(2, (6, 8))))
-
-
-def tied_by_attribute(net: Model) -> None:
-    net.head.weight = net.encoder.weight
-
-
 def tied_by_data(net: Model) -> None:
     net.head.weight.data = net.encoder.weight.data
 
 
 def tied_layers(net: Model) -> None:
     net.lstm.weight_hh_l1.data = net.lstm.weight_hh_l0.data
-
-
-def within_a_part(net: Model) -> None:
-    net.encoder.other = nn.Parameter(net.encoder.weight.data[:1])
 
 
 @pytest.mark.parametrize("tie", [tied_by_data, tied_layers])
@@ -125,13 +72,6 @@ def test_parameters_without_a_shape_are_refused_on_stages_too() -> None:
         place_model(net, alone, TrainSpec())
 
 
-@pytest.mark.parametrize("tie", [tied_by_attribute, within_a_part])
-def test_tensors_that_are_one_or_stay_together_may_share_their_memory(tie: Callable[[Model], None]) -> None:
-    net = square()
-    tie(net)
-    _check_plan(net, Plan(stages=2), TrainSpec())
-
-
 class Linear(nn.Linear):
     """A head of the user's."""
 
@@ -141,30 +81,6 @@ class Linear(nn.Linear):
 
 def square() -> Model:
     return cw.Model(nn.Linear(4, 4), cw.LSTM(4, 4, num_layers=2), Linear(4, 4))
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.view_as_real(x.to(torch.complex128) @ self.weight).flatten(-2)
-
-
-@pytest.mark.parametrize("plan", [{"chunk_steps": 4}, {"micro_batches": 2}])
-def test_complex_parameters_may_be_split(plan: dict[str, int]) -> None:
-    losses = []
-    for keys in ({}, plan):
-        torch.manual_seed(0)
-        net = cw.Model(Complex(), cw.LSTM(4, 4).double(), Linear(4, 4).double())
-        own = torch.optim.SGD(net.parameters(), lr=0.1)
-        trainer = cw.Trainer(net, {"precision": "fp64"}, plan=keys, device="cpu", optimizer=own, keep_state=False)
-        given = Batch.of(torch.randn(8, 4, 4, dtype=torch.float64), torch.randint(0, 3, (8, 4)))
-        losses.append([float(trainer.step(given)) for _ in range(3)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    with pytest.raises(UserError, match=r"encoder.weight is complex, .*; pass a Trainer an optimizer of your own"):
-        cw.Trainer(net, {"precision": "fp64"}, device="cpu")
 
 
 @pytest.mark.parametrize("part", ["model", "lstm"])

@@ -59,14 +59,6 @@ def test_a_part_in_eval_stays_so_after_an_evaluation() -> None:
     assert apart(*weights) == 0.0
 
 
-def test_gathered_weights_stay_what_they_were() -> None:
-    trainer = cw.Trainer(net(), {"lr": 0.05})
-    kept = trainer.gathered()
-    before = copy.deepcopy(kept)
-    trainer.step(batch())
-    assert all(torch.equal(kept[name], before[name]) for name in kept)
-
-
 def test_a_trainer_is_not_copied() -> None:
     with pytest.raises(UserError, match=r"a trainer cannot be copied; create one with copy\.deepcopy\(model\)"):
         copy.deepcopy(cw.Trainer(net(), {}))
@@ -119,16 +111,6 @@ def test_a_count_that_cannot_be_is_refused(count: Any) -> None:
         cw.Trainer(model, {}).step(batch())
 
 
-@pytest.mark.parametrize("count", [torch.ones(1), torch.ones(6, 5, dtype=torch.bool), "30", None])
-def test_a_count_that_is_no_number_is_refused(count: Any) -> None:
-    class Odd(Head):
-        def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Any]:
-            return super().loss(y, target)[0], count
-
-    with pytest.raises(UserError, match=r"loss of the head Odd must return \(sum over the targets, number of targets\), two scalars"):
-        cw.Trainer(cw.Model(nn.Linear(3, 6), cw.LSTM(6, 8), Odd()).double(), {}).step(batch())
-
-
 def test_a_step_without_targets_that_count_is_none() -> None:
     """Nothing to divide by, and nothing to be divided: no mistake."""
     trainer = cw.Trainer(net(), {"optimizer": "sgd", "lr": 0.1})
@@ -136,16 +118,6 @@ def test_a_step_without_targets_that_count_is_none() -> None:
     x, target = torch.randn(6, 5, 3, dtype=torch.float64), torch.full((6, 5), -100)
     assert float(trainer.step(cw.Batch.of(x, target))) == 0.0
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.gathered().items())
-
-
-def test_a_loss_in_float64_is_told_so() -> None:
-    model = net()
-    model.encoder.eval()
-    trainer = cw.Trainer(model, {})
-    expected = trainer.evaluate([batch()])
-    found = trainer.step(batch())
-    assert found.dtype == torch.float64
-    assert float(found) == pytest.approx(expected, rel=1e-14)
 
 
 def test_a_step_in_inference_mode_is_refused() -> None:

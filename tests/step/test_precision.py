@@ -13,7 +13,7 @@ from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Softmax
 from carrywave.parallel.world import World
 from carrywave.step import precision as precisions
-from carrywave.step.precision import autocast, configure, made_for_bf16, not_made_for_bf16, parameter_dtype, settled
+from carrywave.step.precision import configure, made_for_bf16, not_made_for_bf16, settled
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -28,17 +28,6 @@ def test_tf32_only_where_it_is_asked_for(precision: str, tf32: bool) -> None:
     with torch.backends.cudnn.flags(enabled=False):
         pass
     configure("fp32")
-
-
-def test_parameters_are_long() -> None:
-    assert [parameter_dtype(name) for name in ("fp32", "bf16", "fp16", "fp64")] == [torch.float32] * 3 + [torch.float64]
-
-
-def test_only_halves_are_cast() -> None:
-    x = torch.ones(2, 2)
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        with autocast(precision, CPU):
-            assert (x @ x).dtype == dtype
 
 
 @pytest.mark.parametrize(

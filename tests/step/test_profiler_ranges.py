@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -14,8 +13,7 @@ from _small_models import batch_of, build
 
 import carrywave as cw
 from carrywave.plan.plan import Plan
-from carrywave.step.passes import profiler_ranges
-from carrywave.step.passes.profiler_ranges import PREFIX
+from carrywave.step.passes.timing import PREFIX
 
 
 def ranges(trainer: cw.Trainer, *, apart: bool = False) -> list[str]:
@@ -45,20 +43,3 @@ def test_the_tasks_of_a_step_in_their_order(plan: Plan, tasks: str) -> None:
     assert (found[0], found[-2:]) == ("step", ["sum of gradients", "update"])
     assert sorted(found[1:-2]) == sorted(tasks.split())
     assert ranges(trainer, apart=True) == ["backward", *found[1:]]
-
-
-def test_without_a_profiler_there_is_no_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(name: str) -> None:
-        raise AssertionError(name)
-
-    monkeypatch.setattr(profiler_ranges, "record_function", never)
-    cw.Trainer(build(), {"lr": 0.01}, plan=Plan(chunk_steps=2)).step(batch_of(4, [4, 3, 4, 2]))
-    assert profiler_ranges.span("anything") is profiler_ranges.span("else")
-
-
-def test_the_answer_is_the_same_under_a_profiler() -> None:
-    ours, theirs = (cw.Trainer(build(), {"lr": 0.01}, plan=Plan(chunk_steps=2)) for _ in range(2))
-    ranges(ours)
-    for _ in range(2):
-        theirs.step(batch_of(4, [4, 3, 4, 2]))
-    assert all(torch.equal(tensor, theirs.parameters()[name]) for name, tensor in ours.parameters().items())

@@ -95,20 +95,6 @@ def test_a_step_minimises_the_weighted_mean() -> None:
     torch.testing.assert_close(list(found.values()), wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_a_weight_of_a_lane_is_that_of_each_of_its_steps() -> None:
-    weights = torch.tensor([0.5, 1.0, 0.0, 2.0, 3.0])
-    one, other = (trained(model_of(), batch_of(each)) for each in (weights, weights.expand(STEPS, LANES)))
-    torch.testing.assert_close(other, one, rtol=0, atol=0)
-
-
-def test_whole_weights_repeat_targets() -> None:
-    """A lane of weight 2 counts as two lanes."""
-    twice = batch_of(torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0]))
-    x, target = (each[:, [0, 1, 1, 2, 3]] for each in (twice.inputs, twice.targets))  # type: ignore[index]
-    one, other = trained(model_of(), twice), trained(model_of(), cw.Batch.of(x, target, [6, 4, 4, 6, 1], step=0))
-    torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("kind", ["crf", "ctc"])
 def test_heads_that_read_whole_sequences_have_a_weight_for_each(kind: str) -> None:
     def run(plan: dict[str, Any], weights: Any) -> dict[str, Tensor]:
@@ -173,23 +159,6 @@ def test_a_loss_without_weights_is_refused_where_a_batch_has_some() -> None:
         trained(Whole().double(), batch_of(), loss=lambda out, target: weighted_loss(out, target, torch.ones_like(target)))
 
 
-def test_a_batch_whose_weights_are_all_0_is_one_without_targets() -> None:
-    none = batch_of(torch.zeros(STEPS, LANES))
-    missing = cw.Batch.of(none.inputs, torch.full((STEPS, LANES), -100), LENGTHS, step=0)
-    one, other = trained(model_of(), missing), trained(model_of(), none)
-    torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
-
-
-def test_evaluation_divides_by_the_sum_of_weights() -> None:
-    batch, model = batch_of(), model_of()
-    trainer = cw.Trainer(model, {"precision": "fp64"}, keep_state=False)
-    parts = [float(trainer.evaluate([batch]))]
-    trainer = cw.Trainer(model, {"precision": "fp64"}, plan={"chunk_steps": 2, "micro_batches": 2}, keep_state=False)
-    parts.append(float(trainer.evaluate([batch])))
-    expected = trained(model_of(), batch)["loss"]
-    assert parts == pytest.approx([float(expected)] * 2, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("weights", "pooled", "message"),
     [
@@ -203,20 +172,3 @@ def test_evaluation_divides_by_the_sum_of_weights() -> None:
 def test_what_is_no_weight_is_refused(weights: Any, pooled: bool, message: str) -> None:
     with pytest.raises(UserError, match=message):
         batch_of(weights, pooled=pooled)
-
-
-def test_weights_belong_to_targets() -> None:
-    with pytest.raises(UserError, match="weights are those of targets, but the batch has none"):
-        cw.Batch.of(torch.zeros(3, 2, dtype=torch.int64), weights=[1.0, 2.0])
-    weights = torch.ones(STEPS, LANES, requires_grad=True)
-    with pytest.raises(UserError, match="the weights require grad"):
-        trained(model_of(), batch_of(weights, lengths=None))
-
-
-def test_a_batch_without_targets_has_no_weights() -> None:
-    batch = batch_of()
-    assert batch.without(inputs=False, targets=True).weights is None
-    idle = batch.take(2, 2, pooled=False)
-    assert idle.weights is not None
-    assert not idle.weights.any()
-    assert idle.weights.shape == (STEPS, 1)

@@ -329,17 +329,6 @@ def test_a_module_in_one_piece_is_cut_along_lanes() -> None:
         cw.Trainer(Centred(1, CLASSES), {"lr": 0.1}, plan=GROUPS, loss=loss).step(batch())
 
 
-def test_what_cannot_be_copied_is_refused_where_a_plan_cuts() -> None:
-    def endless() -> Any:
-        yield 1.0
-
-    encoder = OfInput(lambda self, x: x)
-    encoder.source = endless()  # type: ignore[assignment]
-    trainer_of(encoder, Head(), SERIAL).step(batch())
-    with pytest.raises(PlanError, match=r"cannot be copied for a trial \(.*generator.*\); set splittable = True"):
-        trainer_of(encoder, Head(), CHUNKS).step(batch())
-
-
 def test_sparse_gradients_are_refused() -> None:
     with pytest.raises(UserError, match="encoder is an Embedding with sparse=True"):
         trainer_of(nn.Embedding(4, WIDTH, sparse=True), Head(), SERIAL)

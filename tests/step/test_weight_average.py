@@ -16,7 +16,6 @@ from _small_models import batch_of, build
 
 import carrywave as cw
 from carrywave.errors import SpecError, UserError
-from carrywave.step.optim import weight_average
 
 DECAY = 0.7
 KEYS: dict[str, Any] = {"lr": 0.05, "ema": DECAY}
@@ -78,35 +77,6 @@ def test_a_step_that_is_skipped_leaves_it_alone() -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name != "head.bias")
 
 
-def test_a_layer_that_is_unfrozen_later_is_averaged_from_then_on() -> None:
-    net = build()
-    head = net.head.weight
-    head.requires_grad_(False)
-    trainer = cw.Trainer(net, KEYS)
-    first, second, third = batches(3)
-    trainer.step(first)
-    head.requires_grad_(True)
-    seen = [head.detach().clone()]  # as it was in the first step
-    for batch in (second, third):
-        trainer.step(batch)
-        seen.append(head.detach().clone())
-    shares = [DECAY**2, DECAY, 1.0]
-    wanted = torch.stack([share * each for share, each in zip(shares, seen, strict=True)]).sum(0) / sum(shares)
-    torch.testing.assert_close(average(trainer)["head.weight"], wanted, rtol=1e-12, atol=1e-14)  # float64
-
-
-@pytest.mark.parametrize("decay", [None, 0.9, 0.999])
-def test_nothing_of_the_initial_weights_is_left(decay: float | None) -> None:
-    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    weight_average.begin(optimizer, [parameter], 0)
-    for _ in range(4):
-        with torch.no_grad():
-            parameter.fill_(2.0)
-        weight_average.move(optimizer, decay)
-    torch.testing.assert_close(optimizer.state[parameter]["ax"], torch.full((3,), 2.0, dtype=torch.float64), rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -118,12 +88,6 @@ def test_nothing_of_the_initial_weights_is_left(decay: float | None) -> None:
 def test_what_is_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         cw.Trainer(build(), KEYS | keys)
-
-
-def test_with_an_optimizer_of_ones_own_torchs_average_is_named() -> None:
-    net = build()
-    with pytest.raises(SpecError, match=r"train\.ema does not apply to your own optimizer.*AveragedModel"):
-        cw.Trainer(net, {"ema": DECAY}, optimizer=torch.optim.Adam(net.parameters()))
 
 
 @pytest.mark.parametrize("of", ["cw.Model", "any module"])

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 
 import carrywave as cw
 from carrywave.data.batch import IGNORED
-from carrywave.errors import PlanError, SpecError, UserError
+from carrywave.errors import PlanError
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk
 from carrywave.plan.plan import Plan, resolve
-from carrywave.spec.facts import DataFacts
-from carrywave.spec.load import parse
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.worker_setup import _check_plan
-from carrywave.train.start.own_model import own_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _chain import Chain
@@ -92,29 +89,6 @@ def test_chunks_of_time_are_refused(make: Any) -> None:
     stage = Stage(whole)
     with pytest.raises(PlanError, match="the head needs whole sequences, got a chunk from step 2"):
         stage(torch.zeros(2, LANES, 2), stage.start(LANES), Chunk(start=2))
-
-
-@heads
-def test_streams_are_refused(make: Any) -> None:
-    with pytest.raises(
-        UserError, match=r"keep_state=True keeps the carry from batch to batch, but the head .* reads whole sequences; remove keep_state"
-    ):
-        cw.Trainer(model(make), SGD, keep_state=True)
-    spec = parse({"task": "language", "batch": {"lanes": 4, "steps": 8}})
-    with pytest.raises(SpecError, match=f"the head {type(make()).__name__} reads whole sequences, but a stream is read in windows"):
-        own_model(model(make), spec, DataFacts(vocabulary=9), None)
-
-
-def test_a_head_that_mixes_lanes_is_still_refused() -> None:
-    class Mixed(Chain):
-        def __init__(self) -> None:
-            super().__init__(WIDTH, CLASSES)
-
-        def forward(self, y: Tensor, lengths: Tensor) -> Tensor:
-            return super().forward(y - y.mean(1, keepdim=True), lengths)
-
-    with pytest.raises(PlanError, match=r"head \(Mixed\) gives a loss .* on 1 of 2 groups of lanes"):
-        cw.Trainer(model(Mixed), SGD, plan={"micro_batches": 2}).step(batch(Mixed))
 
 
 def test_outputs_are_given_with_lengths_or_without() -> None:

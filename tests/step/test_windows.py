@@ -5,7 +5,6 @@ The launches of the persistent kernels are replaced by what they define, in floa
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,14 +29,12 @@ from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence, stack, windowed
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
-from carrywave.step.passes.executor import run
-from carrywave.step.passes.job import BatchOutcome, Job
-from carrywave.step.passes.programs import program_for
+from carrywave.step.passes.executor import Pass
+from carrywave.step.passes.jobs import BatchOutcome, Job, program_for
 
 # Sums of some hundred terms, in another order, in float64.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
@@ -67,7 +64,7 @@ def outcome_of(model: Model, batches: list[Batch], plan: Plan, **asked: Any) -> 
     model.zero_grad()
     program = program_for(plan, batches, backward=True)
     jobs = [Job(each, None if number else model.start(len(each.lengths)), KEY, **asked) for number, each in enumerate(batches)]
-    outcomes = run(Stage(model), plan, program, jobs)
+    outcomes = Pass(Stage(model), plan, program, jobs).run()
     return outcomes, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -77,7 +74,7 @@ def assert_same(model: Model, batches: list[Batch], plan: Plan, **asked: Any) ->
     outcomes, gradients = outcome_of(model, batches, plan, **asked)
     for own, other in zip(outcomes, expected, strict=True):
         torch.testing.assert_close(own.loss_sum, other.loss_sum, **TOLERANCE)
-        torch.testing.assert_close(own.penalty, other.penalty, **TOLERANCE)
+        torch.testing.assert_close(own.sums[2], other.sums[2], **TOLERANCE)
         for carry, of_other in zip(own.state.carries, other.state.carries, strict=True):
             torch.testing.assert_close(tuple(carry), tuple(of_other), **TOLERANCE)
     assert gradients.keys() == wanted.keys()
@@ -118,31 +115,6 @@ def test_chunks_are_the_window(
         assert_same(build(pooled=pooled), [batch_of(7, lengths, pooled=pooled)], Plan(chunk_steps=chunk_steps, micro_batches=micro_batches))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("piece", [None, 2])
-@pytest.mark.parametrize("options", [{}, {"locked": True, "weight_drop": 0.4}, {"learned_carry": True}])
-def test_nothing_of_a_step_waits_for_the_garbage_collector(
-    options: dict[str, Any], piece: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Buffers of whole windows would lie on the GPU until then, and an autograd graph of an earlier step would break the next capture."""
-    if piece is not None:
-        waves(monkeypatch, piece)
-    model, plan = build(**options), Plan(chunk_steps=2, micro_batches=2)
-    outcome_of(model, [batch_of(5, [5, 2, 3])], plan)
-    gc.collect()
-    gc.disable()
-    try:
-        outcome_of(model, [batch_of(5, [5, 2, 3])], plan)
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        found = sorted({type(each).__name__ for each in gc.garbage})
-    finally:
-        gc.set_debug(0)
-        gc.enable()
-        gc.garbage.clear()
-    assert found == []
-
-
 def test_accumulated_batches_carry_on_and_weights_are_packed_once(
     monkeypatch: pytest.MonkeyPatch, held: list[windowed.StackWindow]
 ) -> None:
@@ -160,11 +132,6 @@ def test_accumulated_batches_carry_on_and_weights_are_packed_once(
     monkeypatch.setattr(recurrence, "pack", noted)
     outcome_of(model, batches, Plan(chunk_steps=3, micro_batches=2))
     assert len(packed) == 2
-
-
-def test_recomputation_keeps_no_window(held: list[windowed.StackWindow]) -> None:
-    assert_same(build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3, recompute=True))
-    assert not held
 
 
 class _LastOnly(nn.Module):
@@ -227,28 +194,3 @@ def test_a_kernel_that_fails_later_stops_the_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(stack, "forward", failing)
     with pytest.raises(nvrtc.KernelError, match="out of luck"):
         outcome_of(build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3))
-
-
-def test_windows_are_freed_with_their_micro_batch(held: list[windowed.StackWindow]) -> None:
-    outcome_of(build(dropout=0.0), [batch_of(7, [7, 7, 7])], Plan(chunk_steps=3))
-    assert len(held) == 2
-    for each in held:
-        assert each.layers[0].cells_TBP is None
-        assert each.unsummed == (0, 0)
-
-
-def test_the_output_of_a_layer_is_read_in_place_by_the_next(monkeypatch: pytest.MonkeyPatch, held: list[windowed.StackWindow]) -> None:
-    """With as many units as the kernel's, and nothing dropped, no chunk is copied for the weight gradients."""
-    torch.manual_seed(0)
-    lstm = LSTM(64, 64, 2, kernel="persistent")
-    model = Model(Embedding(VOCABULARY, 64), lstm, Softmax(64, VOCABULARY)).double().train()
-    joined, seen = stack.joined, []
-
-    def noted(rows: list[Tensor]) -> Tensor:
-        found = joined(rows)
-        seen.append(found.data_ptr() == rows[0].data_ptr())
-        return found
-
-    monkeypatch.setattr(stack, "joined", noted)
-    outcome_of(model, [batch_of(7, [7, 7, 7])], Plan(chunk_steps=3))
-    assert seen == [True, False]  # the second layer's, which backward reaches first; the encoder's

@@ -14,8 +14,8 @@ from carrywave.data.batch import Batch
 from carrywave.exporting.run_export import export_run
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.spec.load import parse
+from carrywave.step.result import StepResult
 from carrywave.step.trainer import Trainer
-from carrywave.step.update import StepResult
 from carrywave.train.fit import train
 
 DECAY = 0.8

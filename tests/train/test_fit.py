@@ -20,8 +20,8 @@ from carrywave.prediction.evaluate import evaluate_run
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
+from carrywave.step.result import StepResult
 from carrywave.step.trainer import Trainer
-from carrywave.step.update import StepResult
 from carrywave.train.fit import Result, train
 
 NTASGD = {"optimizer": "ntasgd", "lr": 3.0, "nonmono": 1, "evaluate_every": 4, "early_stop": 9}

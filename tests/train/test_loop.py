@@ -29,9 +29,9 @@ from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.step.passes import executor
-from carrywave.step.passes.job import BatchOutcome, Job
+from carrywave.step.passes.jobs import BatchOutcome, Job
+from carrywave.step.result import StepResult
 from carrywave.step.trainer import Trainer
-from carrywave.step.update import StepResult
 from carrywave.train import loop as loops
 from carrywave.train.fit import train
 

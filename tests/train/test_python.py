@@ -18,7 +18,7 @@ import carrywave as cw
 from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError
 from carrywave.model.dropout import Dropout
 from carrywave.spec.facts import DataFacts
-from carrywave.step.update import StepResult
+from carrywave.step.result import StepResult
 from carrywave.train.fit import Result
 
 NARROW = {"hidden": 6, "layers": 1}

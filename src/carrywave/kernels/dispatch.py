@@ -143,8 +143,10 @@ class Backends:
         """How to run layers concurrently on one GPU, by our kernels or, if they are `plain` (no dropout between them, every step is real),
         in one call of torch's; None to run them one after the other, each on the backend chosen for it.
         """
-        if len(layers) < 2 or not self.has_kernels or (x_TBI.device.type == "cpu" and self.check(asked) == "auto" and chunk is None):
-            return None  # on a CPU, layers have no kernel in common
+        if len(layers) < 2 or not self.has_kernels:
+            return None
+        if x_TBI.device.type == "cpu" and chunk is None and self.check(asked) == "auto":
+            return self.aten.KERNEL if plain and marks is None and self._in_one_call(x_TBI, layers) else None
         held = windowed.held_by(chunk, [layer[0] for layer in layers])
         if held is not None:
             return held.how
@@ -163,7 +165,7 @@ class Backends:
         layers: Sequence[Layer],
         masks: Sequence[Tensor | None],
         lengths_B: Tensor | None,
-        how: Wave | torch_kernels.Kernel,
+        how: Wave,
         *,
         marks: Sequence[StepMarks | None] | None = None,
         clean: bool = False,
@@ -172,8 +174,6 @@ class Backends:
         """Run the layers concurrently, each one's outputs times its mask feeding the next; None if the kernel failed, after a warning.
         `how` is what `wave_of` returned.
         """
-        if not isinstance(how, Wave):
-            return torch_kernels.together(how, x_TBI, carries, layers)
         first = [layer[0] for layer in layers]
         try:
             return windowed.run(x_TBI, carries, first, masks, lengths_B, how, chunk, marks=marks, clean=clean)
@@ -205,6 +205,12 @@ class Backends:
         libraries = {"cuda": "cuDNN", "cpu": "oneDNN" if self.aten.prefers_onednn(x_TBI, layer[0]) else "native"}
         library = libraries.get(x_TBI.device.type)
         return name if library is None else f"{name} ({library})"
+
+    def _in_one_call(self, x_TBI: Tensor, layers: Sequence[Layer]) -> bool:
+        """True if torch's kernel is the fastest for each of these layers on the CPU, and takes them all at once."""
+        if self.aten is None or x_TBI.shape[1] == 0 or not torch_kernels.stackable(x_TBI, layers):
+            return False
+        return all(self.aten.prefers_onednn(x_TBI, layer[0]) for layer in layers) and not derivatives.transformed()
 
     def _persists(self, x_TBI: Tensor, layer: Layer, marks: StepMarks | None, *, forced: bool) -> bool:
         """True if the persistent kernel can run the layer and, unless it was asked for by name, is faster than torch's."""

@@ -18,8 +18,10 @@ from carrywave.cells import lstm
 from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.dispatch import Backends, backends_of
 from carrywave.kernels.dropout import Coordinates, dropped, multiplier
+from carrywave.kernels.hopper.layout import Wave
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.step_marks import StepMarks
+from carrywave.kernels.torch_kernels import together
 from carrywave.kernels.weights import Layer
 from carrywave.kernels.window import WindowChunk
 
@@ -75,6 +77,9 @@ def run_layers(
         y_TBO = x_TBI.to(compute)
         plain = lengths is None and not (key is not None and places[: len(layers) - 1])
         wave = backends.wave_of(backend, y_TBO, layers, chunk, marks, plain=plain) if norms is None else None
+        if wave is not None and not isinstance(wave, Wave):
+            y_TBO, after = together(wave, y_TBO, carries, layers)
+            return y_TBO if key is None else dropped_after(len(layers) - 1, y_TBO), after
         if wave is not None:
             like_TBO = y_TBO.new_empty(()).expand(*x_TBI.shape[:2], layers[0][0].w_hh.shape[1])
             masks = (mask_after(number, like_TBO) for number in range(len(layers) - 1))

@@ -221,9 +221,11 @@ def _mix_few(words: Words) -> Words:
     return words
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scope:
-    """The coordinates of a module that sees only x: the batch's key, the global lanes of x, the time of its first step."""
+    """The coordinates of a module that sees only x: the batch's key, the global lanes of x, the time of its first step. Inside it as a
+    context, keyed modules know them.
+    """
 
     key: Tensor | None
     lanes: Tensor | None  # [B]; None: 0, 1, …
@@ -232,6 +234,13 @@ class Scope:
     whole: bool = False  # x is a whole batch
     part: str = ""  # of the model: what another part uses too draws other numbers here
     uses: dict[str, int] = field(default_factory=dict)  # how often each named site has drawn in this scope
+
+    def __enter__(self) -> Scope:
+        self._token = _SCOPE.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _SCOPE.reset(self._token)
 
     def site(self, name: str) -> int:
         """The number of a named site; a different one on each call, so that a module used twice draws two masks."""
@@ -250,18 +259,6 @@ class Scope:
 
 
 _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("carrywave_scope", default=None)
-
-
-@contextlib.contextmanager
-def scope(
-    key: Tensor | None, lanes: Tensor | None, start: int = 0, *, pooled: bool = False, whole: bool = False, part: str = ""
-) -> Iterator[Scope]:
-    """Inside this context, keyed modules know their coordinates."""
-    token = _SCOPE.set(Scope(key, lanes, start, pooled, whole, part))
-    try:
-        yield _SCOPE.get()  # type: ignore[misc]  # set just above
-    finally:
-        _SCOPE.reset(token)
 
 
 def current_scope() -> Scope | None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carrywave.kernels.carry import AnyCarries, AnyCarry, changed
+from carrywave.kernels.carry import AnyCarries, AnyCarry
 from carrywave.kernels.derivatives import plain_only, traced
 from carrywave.kernels.step_marks import StepMarks, begins, both_ways, where_any
 from carrywave.kernels.weights import Layer, LayerWeights
@@ -102,18 +102,21 @@ def stack(
 
 def together(kernel: Kernel, x_TBI: Tensor, carries: AnyCarries, layers: Sequence[Layer]) -> tuple[Tensor, AnyCarries]:
     """Run a stack in one call, whose layers cuDNN runs partly at the same time. Call `stackable` first."""
-    weights = tuple(direction.to(x_TBI.dtype) for layer in layers for direction in layer)
-    joined = changed(carries[0], lambda *parts: torch.cat([part.to(x_TBI.dtype) for part in parts]), *carries[1:])
-    y_TBO, ends = run(kernel, x_TBI, joined, weights, layers=len(layers))
-    each = zip(*(part.chunk(len(layers)) for part in ends), strict=True)
-    return y_TBO, tuple(changed(carry, lambda before, part: part.to(before.dtype), end) for carry, end in zip(carries, each, strict=True))
+    of_parts: Any = type(carries[0])
+    joined = of_parts(*[torch.cat(parts).to(x_TBI.dtype) for parts in zip(*carries, strict=True)])
+    weights = tuple(direction for layer in layers for direction in layer)
+    y_TBO, ends = run(kernel, x_TBI, joined, weights, layers=len(layers), onednn=True)
+    dtypes = [part.dtype for part in carries[0]]
+    each = zip(*(part.to(dtype).chunk(len(layers)) for part, dtype in zip(ends, dtypes, strict=True)), strict=True)
+    return y_TBO, tuple(of_parts(*end) for end in each)
 
 
 def stackable(x_TBI: Tensor, layers: Sequence[Layer]) -> bool:
-    """True if one call can run these layers: on CUDA, all of one width, with biases or without, and none with a projection."""
+    """True if one call can run these layers: all of one width, with biases or without, and none with a projection or norms."""
     of_first = layers[0][0]
     alike = {(len(layer), direction.w_hh.shape, direction.b_ih is None, direction.w_hr) for layer in layers for direction in layer}
-    return x_TBI.is_cuda and not traced() and x_TBI.shape[0] <= CUDNN_STEPS and len(alike) == 1 and of_first.w_hr is None
+    plain = of_first.w_hr is None and of_first.extra is None
+    return plain and len(alike) == 1 and x_TBI.shape[0] <= CUDNN_STEPS and not traced()
 
 
 def serves(x_TBI: Tensor, marks: StepMarks | None) -> bool:
@@ -157,7 +160,9 @@ def in_pieces(kernel: Kernel, x_TBI: Tensor, carry: AnyCarry, weights: Layer, mo
 
 def _flat(weights: Layer, like: Tensor) -> list[Tensor]:
     """The weights in the order of torch's modules; on CUDA, views of one buffer in cuDNN's order, which torch would else build and warn."""
-    each = [[tensor.to(like.dtype) for tensor in (w.w_ih, w.w_hh, w.b_ih, w.b_hh, w.w_hr) if tensor is not None] for w in weights]
+    each = [[tensor for tensor in w[:5] if tensor is not None] for w in weights]
+    if any(tensor.dtype != like.dtype for tensor in each[0]):
+        each = [[tensor.to(like.dtype) for tensor in tensors] for tensors in each]
     if not like.is_cuda:
         return [tensor for tensors in each for tensor in tensors]
     # cuDNN stores the matrices of all directions first, then the biases.

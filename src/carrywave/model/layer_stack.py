@@ -90,10 +90,12 @@ class LayerStack(nn.Module):
         self.kernel = kernel
         self.path = "lstm"  # prefix of the names of its random sites, whatever the cell; two stacks in one model need different ones
         self.weight_names: list[str] = []  # of the weights, in the order of torch's modules
-        self.extra_names = [tuple(self.further(layer)) for layer in range(len(widths))]
+        # Of each direction of each layer: the names of its weights as `LayerWeights` has them, where there are some, and of its extras.
+        self._names: list[list[tuple[list[str | None], dict[str, str]]]] = []
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         for layer, hidden in enumerate(widths):
             inputs = self.input_size if layer == 0 else self.outputs(layer - 1)
+            self._names.append([])
             for suffix in self._suffixes(layer):
                 rows = self.cell.gates * hidden
                 shapes: dict[str, tuple[int, ...]] = {"weight_ih": (rows, inputs), "weight_hh": (rows, (proj_size or hidden) // num_heads)}
@@ -101,7 +103,11 @@ class LayerStack(nn.Module):
                     shapes |= {"bias_ih": (rows,), "bias_hh": (rows,)}
                 if proj_size:
                     shapes |= {"weight_hr": (proj_size, hidden)}
-                shapes |= {name: extra.shape for name, extra in self.further(layer).items()}
+                further = self.further(layer)
+                self._names[-1].append(
+                    ([name + suffix if name in shapes else None for name in _NAMES], {name: name + suffix for name in further})
+                )
+                shapes |= {name: extra.shape for name, extra in further.items()}
                 for name, shape in shapes.items():
                     self.weight_names.append(name + suffix)
                     self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **make)))
@@ -143,7 +149,7 @@ class LayerStack(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
-        return self._any_parameter.dtype
+        return self.any_parameter.dtype
 
     @property
     def all_weights(self) -> list[list[Tensor]]:
@@ -180,7 +186,7 @@ class LayerStack(nn.Module):
         self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, layers: range | None = None
     ) -> AnyCarries:
         """The carry at the start of a sequence: zero, or learned where its parts may have any values."""
-        like = self._any_parameter
+        like = self.any_parameter
         carries = []
         for layer in range(self.num_layers) if layers is None else layers:
             parts = []
@@ -197,7 +203,7 @@ class LayerStack(nn.Module):
         """Replace the carries of fresh lanes with the initial ones."""
         first, fresh_B1 = carries[0][0], fresh_B[:, None]
         if not self.learned_carry:
-            return tuple(changed(carry, lambda part: part.masked_fill(fresh_B1, 0.0)) for carry in carries)
+            return tuple(self.cell.carry(*[part.masked_fill(fresh_B1, 0.0) for part in carry]) for carry in carries)
         starts = self.initial(first.shape[1], first.dtype, first.device, layers)
 
         def begun(old: Tensor, new: Tensor) -> Tensor:
@@ -221,7 +227,7 @@ class LayerStack(nn.Module):
         return ", ".join(parts)
 
     @property
-    def _any_parameter(self) -> Tensor:
+    def any_parameter(self) -> Tensor:
         """A parameter to read dtype and device from. Not looked up by name: pruned or parametrized weights are no longer parameters."""
         parameter = next((each for each in self._parameters.values() if each is not None), None)
         return next(self.parameters()) if parameter is None else parameter
@@ -231,8 +237,7 @@ class LayerStack(nn.Module):
 
     def _parameters_of(self, layer: int) -> Layer:
         found = []
-        for suffix in self._suffixes(layer):
-            more = self.extra_names[layer]
-            extra = {name: getattr(self, name + suffix) for name in more} if more else None
-            found.append(LayerWeights._make([*(getattr(self, name + suffix, None) for name in _NAMES), extra, None]))
+        for names, more in self._names[layer]:
+            extra = {name: getattr(self, own) for name, own in more.items()} if more else None
+            found.append(LayerWeights._make([*(None if own is None else getattr(self, own) for own in names), extra, None]))
         return tuple(found)

@@ -13,7 +13,6 @@ from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
 from carrywave.model.dropout import check_unwrapped, keyed
-from carrywave.model.foreign_parameters import Audit
 from carrywave.model.over_time.global_norm import has_norms, real_lanes
 from carrywave.model.sample_weights import check_weights, for_each_target
 from carrywave.model.stage import checked_score
@@ -56,7 +55,6 @@ class OpaqueModel(nn.Module):
         self.module = keyed(module, "module")
         self.has_norms = has_norms(module)
         self.given_loss: Any = loss or module_loss
-        self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
         self.takes_lengths = "lengths" in inspect.signature(module.forward).parameters
 
     def expect(self, pooled: bool | None) -> None:
@@ -95,20 +93,15 @@ class OpaqueModel(nn.Module):
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Any, Any, State]:
         """The module's output, with no separate raw output, and the unchanged state."""
         x = x.to(self.dtype) if x.is_floating_point() else x
-        if self.audit is not None:
-            self.audit.enter(x)
-        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole), real_lanes(chunk.lengths):
+        with random.Scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole), real_lanes(chunk.lengths):
             out = self.module(x, lengths=chunk.lengths) if self.takes_lengths else self.module(x)
         return out, out, state
 
     def loss(self, y: Any, state: State, target: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""
-        with random.scope(chunk.key, chunk.lanes, chunk.start, pooled=self.pooled, whole=chunk.whole, part="loss"):
+        with random.Scope(chunk.key, chunk.lanes, chunk.start, pooled=self.pooled, whole=chunk.whole, part="loss"):
             score = self.given_loss(y, target.to(self.dtype) if target.is_floating_point() else target, **self._weights(target, chunk))
-        scored = checked_score(score, f"loss of the module {type(self.module).__name__}")
-        if self.audit is not None:
-            self.audit(scored[0])
-        return scored
+        return checked_score(score, self.module)
 
     def _weights(self, target: Tensor, chunk: Chunk) -> dict[str, Tensor]:
         """The weights of the targets, by the name of the argument of a loss; none if all are 1."""

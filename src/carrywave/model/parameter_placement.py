@@ -145,6 +145,7 @@ def hold(model: Model, holding: Holding, dtype: torch.dtype) -> dict[str, Tensor
                             if isinstance(tensor, nn.Parameter):
                                 # Code that still refers to the original parameter may freeze or unfreeze it there.
                                 empty.stands_for = weakref.ref(tensor)  # type: ignore[attr-defined]
+                                tensor.data = tensor.data.new_empty(0)  # computed with here, its gradient would be lost
                         store[key] = empty  # type: ignore[assignment]
     if emptied:
         for module in model.modules():

@@ -139,9 +139,11 @@ class Recurrent(LayerStack):
                 hook(self, ())
         if fresh is not None:
             carries = self.reset(carries, fresh, layers)
-        between = [layer for layer in layers if layer < self.num_layers - 1] if self.dropout else []
-        sites = [random.site(f"{self.path}.l{layer}.dropout") for layer in between]
-        if self.training and (self.weight_drop or sites or self.noisy):
+        sites: list[int] = []
+        if self.dropout:
+            sites = [random.site(f"{self.path}.l{layer}.dropout") for layer in layers if layer < self.num_layers - 1]
+        noisy = bool(self.recurrent_dropout) or any(self.zoneout)
+        if self.training and (sites or self.weight_drop or noisy):
             scope = random.current_scope()
             if key is None and scope is not None:
                 key, lanes, start = scope.key_of(self.path), scope.lanes if lanes is None else lanes, scope.start
@@ -159,7 +161,7 @@ class Recurrent(LayerStack):
             dropout=self.dropout,
             locked=self.locked,
             norms=norms,
-            marks=self._marks(layers, resets, x_TBI, (key, lanes, start)),
+            marks=None if resets is None and not noisy else self._marks(layers, resets, x_TBI, (key, lanes, start)),
             key=key,
             lanes=lanes,
             start=start,

@@ -19,7 +19,6 @@ from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.lengths import real_steps
-from carrywave.model.foreign_parameters import Audit
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.over_time.front import shorter
@@ -70,6 +69,8 @@ class Stage(nn.Module):
         self.has_norms = has_norms(self.encoder)
         self.dropout_in = model.dropout_in if self.has_encoder else None
         self.lstm = model.lstm
+        self._like = (model.lstm.any_parameter,)  # in a tuple, so that it is no parameter of the stage's own
+        self._per_layer = len(model.lstm.cell.parts)
         self.dropout_out = model.dropout_out if self.has_head else None
         self.head: Any = model.head if self.scores else None
         self.pooled = self.has_head and model.pooled  # targets are one per lane
@@ -80,12 +81,14 @@ class Stage(nn.Module):
         self.accumulates = self.pooled and not self.whole_head
         self.width_in, self.width_out = _width(model, first), _width(model, last)
         self.width_head = _width(model, units - 1)
-        self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
+        # Modules of torch that write into what they read get a copy: a batch or a layer's output may be read again.
+        parts = {"encoder": self.encoder, "dropout_in": self.dropout_in, "dropout_out": self.dropout_out}
+        self._spared = {name for name, part in parts.items() if part is not None and _writes(part)}
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
-        return self.lstm.dtype
+        return self._like[0].dtype
 
     def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
         """The state before the first chunk: initial carries of this stage's layers, and a pooled head's accumulator."""
@@ -94,9 +97,8 @@ class Stage(nn.Module):
 
     def carries(self, tensors: Sequence[Tensor]) -> AnyCarries:
         """One carry per layer, from the tensors of `parts`."""
-        cell = self.lstm.cell
-        parts = len(cell.parts)
-        return tuple(cell.carry(*tensors[first : first + parts]) for first in range(0, len(tensors), parts))
+        carry, parts = self.lstm.cell.carry, self._per_layer
+        return tuple([carry(*tensors[first : first + parts]) for first in range(0, len(tensors), parts)])
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, Tensor, State]:
         """Run one chunk: return the input of the next stage or the head, the same before output dropout, and the new state."""
@@ -105,20 +107,24 @@ class Stage(nn.Module):
             raise PlanError(f"{who} whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         if chunk.resets is not None:
             check_resets(self)
-        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole):
+        with random.Scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole):
             raw = x
             if self.encoder is not None:
+                raw = x.to(self.dtype) if x.is_floating_point() else x  # so that modules of a user need not
+                raw = raw.clone() if "encoder" in self._spared else raw
                 with real_lanes(chunk.lengths) if self.has_norms else contextlib.nullcontext():
-                    raw = self.encoder(_spared(self._cast_floats(x), self.encoder), *([chunk.lengths] if self.has_front else []))
-            raw = raw if self.dropout_in is None else self.dropout_in(_spared(raw, self.dropout_in))
+                    raw = self.encoder(raw, chunk.lengths) if self.has_front else self.encoder(raw)
+            if self.dropout_in is not None:
+                raw = self.dropout_in(raw.clone() if "dropout_in" in self._spared else raw)
             carries = state.carries
             if self.layers:
-                if self.has_encoder:
-                    self._check_encoded(raw, x.shape[0])
+                fits = isinstance(raw, Tensor) and raw.dim() == 3 and raw.shape[-1] == self.lstm.input_size
+                if self.has_encoder and not (fits and (self.has_front or raw.shape[0] == x.shape[0])):
+                    raise self._misfit(raw, x.shape[0])
                 raw, carries = self.lstm.run(
                     raw,
                     carries,
-                    lengths=None if chunk.lengths is None else shorter(chunk.lengths, self.stride),
+                    lengths=chunk.lengths if chunk.lengths is None or self.stride == 1 else shorter(chunk.lengths, self.stride),
                     fresh=chunk.fresh,
                     resets=chunk.resets,
                     lanes=chunk.lanes,
@@ -129,49 +135,45 @@ class Stage(nn.Module):
                     clean=self.first > 1,  # x is the output of a layer
                     chunk=chunk.window,
                 )
-            y = raw if self.dropout_out is None else self.dropout_out(_spared(raw, self.dropout_out))
+            y = raw
+            if self.dropout_out is not None:
+                y = self.dropout_out(raw.clone() if "dropout_out" in self._spared else raw)
             y = y.clone() if y is x else y  # a head may change what it reads in place, but not what a stage has received
-        if self.audit is not None:
-            self.audit.enter(x, *(part for carry in state.carries for part in carry), *(state.acc or ()))
-            self.audit(y)
         if not self.accumulates:
             return y, raw, State(carries, state.acc)
         return y, raw, State(carries, self._pool(y, state.acc, chunk))
 
-    def _check_encoded(self, x: Any, steps: int) -> None:
-        """Refuse what a user's encoder gives the first layer in another form, which a kernel would report in terms of its own."""
+    def _misfit(self, x: Any, steps: int) -> UserError:
+        """The error where a user's encoder gives the first layer another form, which a kernel would report in terms of its own."""
+        who = f"the encoder {type(self.encoder).__name__}"
         if not self.has_front and isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] != steps:
-            raise UserError(
-                f"the encoder {type(self.encoder).__name__} makes {x.shape[0]} steps of {steps}, so that lengths no longer fit; "
-                "use cw.Front as the encoder, whose lengths follow"
+            return UserError(
+                f"{who} makes {x.shape[0]} steps of {steps}, and lengths no longer fit; use cw.Front as the encoder, whose lengths follow"
             )
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.lstm.input_size:
-            got = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise UserError(
-                f"the encoder {type(self.encoder).__name__} gives {got}, "
-                f"but the {type(self.lstm).__name__} reads [time, lane, {self.lstm.input_size}]; "
-                "let its input_size be what the encoder gives for each step"
-            )
+        return UserError(
+            f"{who} gives {_shown(x)}, but the {type(self.lstm).__name__} reads [time, lane, {self.lstm.input_size}]; "
+            "let its input_size be what the encoder gives for each step"
+        )
 
     def scope(self, chunk: Chunk) -> contextlib.AbstractContextManager[object]:
         """The random scope to run the head in, so that dropout in a user's head is keyed."""
         start = 0 if self.accumulates else chunk.start
-        return random.scope(chunk.key, chunk.lanes, start, pooled=self.accumulates, whole=chunk.whole, part="head")
+        return random.Scope(chunk.key, chunk.lanes, start, pooled=self.accumulates, whole=chunk.whole, part="head")
 
     def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count of the chunk; for a pooled head, of whole sequences, called once after the last chunk."""
+        given = state.acc if self.accumulates else y
+        target = target.to(self.dtype) if target.is_floating_point() else target
+        beside = self._beside(y, chunk) if self.whole_head or self.past_steps or chunk.linear is not None else ()
+        weights = {} if chunk.weights is None else self._weights(chunk.weights, target)
         with self.scope(chunk):
-            given = state.acc if self.accumulates else y
-            score = self.head.loss(given, self._cast_floats(target), *self._beside(y, chunk), **self._weights(target, chunk))
-        scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
+            score = self.head.loss(given, target, *beside, **weights)
+        scored = checked_score(score, self.head)
         if torch.is_grad_enabled() and y.requires_grad and not scored[0].requires_grad and bool(scored[1] > 0):
             raise UserError(
                 f"the loss of the head {type(self.head).__name__} does not depend on what it was given, so nothing would be learned; "
                 "return it with its graph, without detach(), item() or no_grad()"
             )
-        if self.audit is not None:
-            self.audit.enter(y)
-            self.audit(scored[0])
         return scored
 
     def output(self, y: Tensor, state: State, chunk: Chunk) -> Any:
@@ -185,30 +187,28 @@ class Stage(nn.Module):
         """
         if not _scores_as_it_learns(self.head):
             return self.loss(y, state, target, chunk)
-        scored: Score = self.head.score(out, target, **self._weights(target, chunk))
+        scored: Score = self.head.score(out, target, **({} if chunk.weights is None else self._weights(chunk.weights, target)))
         return scored
 
     def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[Tensor, ...]:
         """The accumulator of every lane after a chunk."""
         if chunk.fresh is not None:
             acc = restart(acc, self.head.start(y.shape[1], acc[0].dtype, y.device), chunk.fresh)
-        with random.scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole, part="head"):
+        with random.Scope(chunk.key, chunk.lanes, chunk.start, whole=chunk.whole, part="head"):
             return self._accumulator("pool", self.head.pool(y, self._lengths(y, chunk), acc))
 
-    def _weights(self, target: Tensor, chunk: Chunk) -> dict[str, Tensor]:
-        """The weights of the targets, by the name of the argument of a loss; none if all are 1."""
-        if chunk.weights is None:
-            return {}
+    def _weights(self, weights: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """The weights of the targets, by the name of the argument of a loss."""
         by_lane = self.whole_head or self.pooled
-        check_weights(chunk.weights, self.head.loss, f"the head {type(self.head).__name__}", by_lane=by_lane)
-        return {"weights": for_each_target(self._cast_floats(chunk.weights), target, pooled=by_lane)}
+        check_weights(weights, self.head.loss, f"the head {type(self.head).__name__}", by_lane=by_lane)
+        return {"weights": for_each_target(weights.to(self.dtype), target, pooled=by_lane)}
 
     def _beside(self, y: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """What the head reads beside the output of the last layer: lengths of whole sequences, past values [T, B, C, N], what a linear part
         says of each lane, which is not for training, or nothing.
         """
         if chunk.linear is not None and not self.head.training:
-            return (self._cast_floats(chunk.linear),)
+            return (chunk.linear.to(self.dtype),)
         lengths = (self._lengths(y, chunk),) if self.whole_head else ()
         if not self.past_steps:
             return lengths
@@ -218,7 +218,8 @@ class Stage(nn.Module):
                 f"the head reads the last {self.past_steps} values at every step, but the history of the batch has {rows} rows; "
                 f"pass Batch.of [{self.past_steps - 1} + time, lane, column]"
             )
-        return *lengths, self._cast_floats(chunk.history).unfold(0, self.past_steps, 1)
+        history = chunk.history.to(self.dtype) if chunk.history.is_floating_point() else chunk.history
+        return *lengths, history.unfold(0, self.past_steps, 1)
 
     def _lengths(self, y: Tensor, chunk: Chunk) -> Tensor:
         """[B]: the real steps of each lane in the chunk, after a front."""
@@ -232,14 +233,10 @@ class Stage(nn.Module):
             raise UserError(f"{method} of the head {type(self.head).__name__} returned {_shown(acc)}; return a tuple of tensors [lane, …]")
         return acc
 
-    def _cast_floats(self, x: Tensor) -> Tensor:
-        """Cast floats to the parameters' dtype, so that user modules need not; leave tokens and labels unchanged."""
-        return x.to(self.dtype) if x.is_floating_point() else x
 
-
-def _spared(x: Tensor, module: nn.Module) -> Tensor:
-    """A copy of x if a module of torch in this one writes into what it reads: a batch or a layer's output may be read again."""
-    return x.clone() if isinstance(x, Tensor) and any(getattr(each, "inplace", False) is True for each in module.modules()) else x
+def _writes(module: nn.Module) -> bool:
+    """True if a module of torch in this one writes into what it reads."""
+    return any(getattr(each, "inplace", False) is True for each in module.modules())
 
 
 def check_resets(model: ModelParts | Stage) -> None:
@@ -266,9 +263,11 @@ def _width(model: ModelParts, unit: int) -> int:
     return model.lstm.input_size if unit == 1 else model.lstm.outputs(unit - 2)
 
 
-def checked_score(score: Any, whose: str) -> Score:
-    """Check what a user's loss returned, and convert it to two scalar tensors."""
-    if not isinstance(score, tuple) or len(score) != 2 or not isinstance(score[0], Tensor) or score[0].dim() or not _is_number(score[1]):
+def checked_score(score: Any, head: nn.Module) -> Score:
+    """Check what the loss of a user's head or module returned, and convert it to two scalar tensors."""
+    whose = "the loss of " + type(head).__name__
+    pair = isinstance(score, tuple) and len(score) == 2 and isinstance(score[0], Tensor) and not score[0].dim()
+    if not pair or not isinstance(score[1], Tensor | int | float | np.number) or (isinstance(score[1], Tensor) and score[1].dim()):
         raise UserError(f"{whose} must return (sum over the targets, number of targets), two scalars; it returned {_shown(score)}")
     total, count = score
     if not isinstance(count, Tensor):
@@ -279,10 +278,6 @@ def checked_score(score: Any, whose: str) -> Score:
             "be missing; detach it"
         )
     return total, count.to(total.device)  # a user's torch.tensor(n) is on the host
-
-
-def _is_number(count: Any) -> bool:
-    return count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, int | float | np.number)
 
 
 def _shown(value: object) -> str:

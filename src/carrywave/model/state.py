@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -39,8 +38,7 @@ class State(NamedTuple):
         return State(carries, acc, None if self.tail is None else change(self.tail))
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One time chunk of one micro-batch of lanes."""
 
     lengths: Tensor | None = None  # [B] real steps of each lane in this chunk; None: every step is real

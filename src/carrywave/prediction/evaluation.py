@@ -25,8 +25,7 @@ from carrywave.spec.spec import Spec
 from carrywave.step.checks.trial import SplitTrial
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.passes import executor
-from carrywave.step.passes.job import BatchOutcome, Observer
-from carrywave.step.passes.micro_batches import FlatCarry, flatten
+from carrywave.step.passes.jobs import BatchOutcome, FlatCarry, Observer, flatten
 from carrywave.tasks.kind import Part
 from carrywave.tasks.metrics.errors import Metric, Row
 from carrywave.tasks.task import Task

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from carrywave.parallel.sums.group_sums import GroupSum, Summing, Working
-from carrywave.step.norms import by_dtype, norm_of_each
+from carrywave.step.stats import by_dtype, norms
 
 Flags = tuple[bool, ...]  # one for each trained parameter
 # Gradients that are summed together; a larger parameter is summed alone. A collective costs its workers the same messages whatever it sums,
@@ -44,13 +44,15 @@ class Summed:
 
 
 @dataclass
-class _Flat:
-    """A buffer and the parameters whose gradients lie in it, one after the other."""
+class _Place:
+    """Where the gradient of a parameter lies: a piece of a buffer, and `.grad` as a view of it. `.data` gives the view a version counter of
+    its own, which tells whether backward has added to it.
+    """
 
-    buffer: Tensor
-    gradients: Tensor  # the buffer without what lies behind them
-    parameters: Sequence[nn.Parameter]
-    sizes: list[int]
+    parameter: nn.Parameter
+    piece: Tensor
+    view: Tensor
+    version: int = 0  # before a pass
 
 
 class _Bucket:
@@ -90,8 +92,9 @@ class Gradients:
         own = {id(p) for p in self.trained}
         self._frozen = [p for p in held if id(p) not in own]
         self._watched = {id(p) for p in watched}
-        self._flats: list[_Flat] = []
-        self._views: dict[int, Tensor] = {}  # by the parameter's id
+        self._buffers: list[Tensor] = []
+        self._gradients: list[Tensor] = []  # the buffers without what lies behind the gradients
+        self._places: dict[int, _Place] = {}  # by the parameter's id
         self._armed = False
         self._pending: Callable[[Tensor], bool] = _nothing
         for each in sums:
@@ -135,7 +138,12 @@ class Gradients:
 
     def _add_flat(self, part: Sequence[nn.Parameter], buffer: Tensor) -> None:
         sizes = [p.numel() for p in part]
-        self._flats.append(_Flat(buffer, buffer[: sum(sizes)], part, [*sizes, buffer.numel() - sum(sizes)]))
+        gradients = buffer[: sum(sizes)]
+        self._buffers.append(buffer)
+        self._gradients.append(gradients)
+        for parameter, flat in zip(part, torch.split(gradients, sizes) if sizes else (), strict=True):
+            piece = flat.view_as(parameter)
+            self._places[id(parameter)] = _Place(parameter, piece, piece.data)
 
     def begin(self) -> None:
         """Start an optimizer step."""
@@ -144,26 +152,26 @@ class Gradients:
         for bucket in self.buckets:
             bucket.work, bucket.started = None, False
             bucket.missing = {id(p) for p in bucket.parameters}
-        if self._flats:
-            torch._foreach_zero_([flat.buffer for flat in self._flats])
+        if self._buffers:
+            torch._foreach_zero_(self._buffers)
 
     def begin_pass(self) -> None:
         """Before each pass, and inside what is recorded of it: nothing that a failed recording left behind may be added to."""
         for parameter in self._frozen:  # including those that the user's optimizer does not hold
             parameter.grad = None
-        for flat in self._flats:
-            for parameter, piece in zip(flat.parameters, torch.split(flat.buffer, flat.sizes), strict=False):
-                # New views every time, because `model.half()` and back move a `.grad` away. `.data` has a version counter of its own, which
-                # tells whether backward has added to it.
-                view = piece.view_as(parameter).data
-                parameter.grad = self._views[id(parameter)] = view
+        for place in self._places.values():
+            if place.view.data_ptr() != place.piece.data_ptr():  # `model.half()` and back move a `.grad` away
+                place.view = place.piece.data
+            if place.parameter.grad is not place.view:
+                place.parameter.grad = place.view
+            place.version = place.view._version
 
     def end_pass(self) -> Flags:
         """After a pass; returns which parameters it has reached."""
-        views = [self._views[id(p)] for p in self.trained]
-        if any(p.grad is not view for p, view in zip(self.trained, views, strict=True)):
+        places = [self._places[id(p)] for p in self.trained]
+        if any(place.parameter.grad is not place.view for place in places):
             raise RuntimeError("a gradient was replaced during backward, instead of being added to")
-        return tuple(view._version > 0 for view in views)
+        return tuple([place.view._version > place.version for place in places])
 
     def end_passes(self, reached: Sequence[Flags]) -> None:
         """The gradients of all passes are complete. `reached`: what `end_pass` returned for each pass."""
@@ -171,7 +179,7 @@ class Gradients:
         self.unreached = set()
         for parameter, given in zip(self.trained, self.given, strict=True):
             if given or id(parameter) in self._bucket_of:
-                parameter.grad = self._views[id(parameter)]
+                parameter.grad = self._places[id(parameter)].view
                 if not given:
                     self.unreached.add(id(parameter))
             else:
@@ -191,13 +199,13 @@ class Gradients:
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of parameters as they lie in their buffers: zeros if no pass has reached one."""
-        return [self._views[id(p)] for p in parameters]
+        return [self._places[id(p)].piece for p in parameters]
 
     @torch.no_grad()
     def scale(self, by: Tensor) -> None:
         """Multiply all gradients by one factor."""
-        for flat in self._flats:
-            flat.gradients.mul_(by.to(flat.buffer.device, flat.buffer.dtype))
+        for gradients in self._gradients:
+            gradients.mul_(by.to(gradients.device, gradients.dtype))
 
     def sum_early(self, pending: Callable[[Tensor], bool] | None = None) -> None:
         """Before the last backward of a step: its gradients are final, except where part of one is still `pending`."""
@@ -244,7 +252,7 @@ class Gradients:
     def _watch(self, bucket: _Bucket) -> None:
         watched = [] if bucket.started else [id(p) for p in bucket.parameters if id(p) in self._watched and id(p) not in self.local]
         if watched:
-            self.local |= zip(watched, norm_of_each([self._views[each] for each in watched]).unbind(), strict=True)
+            self.local |= zip(watched, norms([self._places[each].piece for each in watched]).unbind(), strict=True)
 
 
 def _weakly(gradients: Gradients) -> Callable[[Tensor], None]:

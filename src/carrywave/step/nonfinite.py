@@ -14,7 +14,7 @@ earliest in the order of computation:
 A gradient summed over replicas is non-finite on all of them afterwards, so one small gradient of each unit is inspected before the sum.
 
 The optimizer learns of it through its `found_inf`, and leaves parameters and its own state unchanged, whatever `train.on_nan` says
-(except where `Update.guards_weights` is False).
+(except where `Engine.guards_weights` is False).
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from carrywave.errors import Diverged, UserError
 from carrywave.kernels.carry import AnyCarries
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import unit_of
 from carrywave.model.stage import Stage
+from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.step.gradients import Gradients
 
@@ -97,9 +99,10 @@ class NonfiniteRecord:
         self.world, self.named = world, list(named)
         self.unit = {id(p): units.of[name] for name, p in named}
         # Number of steps; consecutive bad steps; then, since the last look: most consecutive bad steps, number of bad steps, first bad step
-        # (counted from 1; 0: none); then each rank's code for that first bad step.
+        # (counted from 1); then each rank's code for that first bad step.
         self.kept = torch.zeros(5 + world.size, dtype=torch.float64, device=world.device)
-        self._steps, self._in_a_row, self._longest, self._bad_steps, self._first_bad = self.kept[:5].unbind()
+        _, self._in_a_row, self._longest, self._bad_steps, _ = self.kept[:5].unbind()
+        self._clean = True  # there is nothing in the record
         loss = units.forward(len(units.names) - 1)
         # The code for each number that a pass reports. The penalty has none: it is computed from outputs that have.
         self._pass_codes = self._tensor([loss, loss, 0, *(units.forward(layer + 1) for layer, _ in stage.parts)])
@@ -141,28 +144,39 @@ class NonfiniteRecord:
         return torch.tensor(codes, dtype=torch.float64, device=self.world.device)
 
     @torch.no_grad()
-    def note(self, finite: Tensor, codes: Tensor) -> None:
-        """Count a step, and keep all workers' codes for the first bad one."""
+    def note(self, finite: Tensor, codes: Tensor, *, fine: bool = False) -> None:
+        """Count a step, and keep all workers' codes for the first bad one. `fine`: the host knows that it is finite."""
+        if fine and self._clean:
+            return
+        self._clean = False
         bad = (~finite).to(torch.float64)
-        is_first = (bad * (self._first_bad == 0)).to(torch.bool)
-        self._steps.add_(1)
-        self._in_a_row.add_(1).mul_(bad)
+        self.kept[:2].add_(1)
+        self._in_a_row.mul_(bad)
         torch.maximum(self._longest, self._in_a_row, out=self._longest)
+        torch.where(
+            self._bad_steps == 0, torch.cat([self.kept[:1], codes]), self.kept[4:], out=self.kept[4:]
+        )  # of no meaning until one is bad
         self._bad_steps.add_(bad)
-        torch.where(is_first, torch.cat([self._steps[None], codes]), self.kept[4:], out=self.kept[4:])
 
     def look(self) -> Seen:
         """Read on the host what was recorded since the last look; the same on every worker that looks after the same step."""
         steps, in_a_row, longest, bad, first, *codes = (int(number) for number in self.kept.tolist())
-        if not first:
+        self._clean = not in_a_row
+        if not bad:
             return Seen(in_a_row=in_a_row)
         self.kept[2:] = 0
         return Seen(steps - first, tuple(codes), bad, longest, in_a_row)
+
+    def take_over(self, before: NonfiniteRecord) -> None:
+        """Go on from another record of the same workers."""
+        self.kept.copy_(before.kept)
+        self._clean = before._clean
 
     def forget(self, in_a_row: int = 0) -> None:
         """Reset the record, with `in_a_row` consecutive bad steps already counted."""
         self.kept.zero_()
         self.kept[1] = in_a_row
+        self._clean = not in_a_row
 
     def cause(self, seen: Seen, *, weights: bool, world: World | None = None) -> str:
         """The first non-finite number, as the subject of a sentence. Collective: every rank must call it.
@@ -202,3 +216,28 @@ def reset_nonfinite_lanes(left: AnyCarries, start: AnyCarries) -> list[Tensor]:
         bad_B = torch.stack([(part - part != 0).any(dim=0).any(dim=-1) for part in carry]).any(dim=0)
         result += [torch.where(bad_B[None, :, None], new.to(old.dtype), old) for old, new in zip(carry, begun, strict=True)]
     return result
+
+
+def uncounted() -> UserError:
+    """The error for a non-zero loss whose target count is not positive."""
+    return UserError("the loss returned a sum over targets with a count that is not positive; return (sum, number of targets)")
+
+
+def diverged(model: Model | OpaqueModel, record: NonfiniteRecord, *, guards_weights: bool) -> UserError:
+    """The error for a step that was not finite. Collective: every rank must call it."""
+    cause = record.cause(record.look(), weights=guards_weights)
+    advice = remedy(model, cause, "lower the learning rate, or set train.clip")
+    return on_every_rank(
+        Diverged(
+            f"{cause} is no longer finite; {advice}; the weights are as they were before that step "
+            "(to continue without it, set train.on_nan=skip)"
+        )
+    )
+
+
+def remedy(model: Model | OpaqueModel, cause: str, usual: str) -> str:
+    """The remedy for a cause as `NonfiniteRecord.cause` names it. A user's loss may be a mean over no targets, 0 / 0: right until a chunk
+    or a replica has none, and then not finite, however low the learning rate is.
+    """
+    own_loss = cause.startswith(LOSS) and not type(model.head).__module__.startswith("carrywave.")
+    return f"{usual}, and let the loss be 0 where a part of a batch has no targets" if own_loss else usual

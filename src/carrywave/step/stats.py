@@ -1,4 +1,5 @@
-"""The numbers of an optimizer step beside its gradients: what one pass reports, and what workers tell each other.
+"""The numbers of an optimizer step beside its gradients: what one pass reports, what workers tell each other, and the arithmetic from sums
+of gradients to the factor that divides and clips them.
 
 A pass (forward and backward of a batch) reports one float64 vector: loss, count and penalty, and the norms of the carries it leaves, which
 are not finite if a carry is not. Its size does not depend on the batch, so that it can be the output of a recorded graph. Vectors of
@@ -8,12 +9,15 @@ Workers add up one vector with named slots (`SharedNumbers`). Where all of them 
 them in one message; in a pipeline it follows them, because the norm of a gradient over all stages is known only then. What must be known of
 each worker separately has one slot for each rank, to which the others add zero. The vector may be of float32, as gradients are: whole
 numbers are sent in two parts below 2**20, which are exact.
+
+Nothing here reads a value on the host, so a step can run ahead of the device or be captured.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +26,7 @@ from carrywave.parallel.mesh import Mesh
 
 LOSS, COUNT, PENALTY, CARRIES = range(4)  # in what a pass reports: sums over real targets; norms from the last one on
 PART = 1 << 20  # of a whole number that is sent in two parts
+T = TypeVar("T", bound=Tensor)
 
 
 class Slots:
@@ -104,3 +109,43 @@ def joined(parts: Tensor) -> Tensor:
 def total(vectors: Sequence[Tensor]) -> Tensor:
     """The sum of several vectors, or of several scalars."""
     return vectors[0] if len(vectors) == 1 else torch.stack(list(vectors)).sum(0)
+
+
+@torch.no_grad()
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of each tensor, in float64, so that squares do not overflow; finite if all of its elements are."""
+    groups = by_dtype(tensors)
+    each: list[Tensor] = []
+    for part in groups:
+        wide = torch.promote_types(part[0].dtype, torch.float32)
+        each.append(torch.stack(list(torch._foreach_norm(part, 2, wide))).to(torch.float64))
+    if len(groups) <= 1:
+        return each[0] if each else torch.zeros(0, dtype=torch.float64)
+    by_id = dict(zip((id(tensor) for group in groups for tensor in group), torch.cat(each).unbind(), strict=True))
+    return torch.stack([by_id[id(tensor)] for tensor in tensors])
+
+
+def mean_of(squared: Tensor, count: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """The gradient norm of the mean loss, from the squared gradient norm of the summed loss, and the factor for the summed gradient: one
+    over the count, reduced further if the norm exceeds the limit. The norm is zero if there are no targets.
+    """
+    # Divided by infinity, a finite gradient is zero and a non-finite one NaN, so that it still shows.
+    divisor = torch.where(count > 0, count, torch.inf)
+    norm, share = squared.sqrt() / divisor, 1.0 / divisor
+    # The epsilon is that of torch.nn.utils.clip_grad_norm_, so that both clip by the same factor.
+    return norm, share if limit is None else share * (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def scale_(grads: Sequence[Tensor], by: Tensor) -> None:
+    """Multiply all gradients by one factor."""
+    for part in by_dtype(grads):
+        torch._foreach_mul_(part, by.to(part[0].device, part[0].dtype))
+
+
+def by_dtype(tensors: Sequence[T]) -> list[list[T]]:
+    """Group tensors by dtype, as foreach operations need it to fuse them; keeps the order within a group."""
+    groups: dict[torch.dtype, list[T]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())

@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
 from carrywave.kernels import random
+from carrywave.model.arguments import check_shapes
 from carrywave.model.modes import TrainingModes
 from carrywave.model.opaque_model import Loss, OpaqueModel
 from carrywave.model.over_time.global_norm import summed_by
+from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel import process_groups
 from carrywave.parallel.delayed_read import Later
-from carrywave.parallel.liveness import lost_contact
+from carrywave.parallel.liveness import device_faults, lost_contact
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import raise_on_all
 from carrywave.plan.plan import Plan, check_sync
 from carrywave.spec.plan_spec import PlanSpec
@@ -34,30 +37,24 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import trainer_state
 from carrywave.step.checks import arguments
 from carrywave.step.checks.agreement import Agreement
-from carrywave.step.checks.audit import audited
-from carrywave.step.checks.finite import diverged, look
+from carrywave.step.checks.batches import BatchChecks, check_continued, check_surroundings, why_no_carry
 from carrywave.step.checks.hooks import Hooks
-from carrywave.step.checks.padding import PaddingCheck
-from carrywave.step.checks.separable import check_separable
-from carrywave.step.checks.trainable import TrainableParameters
+from carrywave.step.checks.parameters import TrainableParameters
 from carrywave.step.checks.trial import SplitTrial
-from carrywave.step.engine import Engine
-from carrywave.step.evaluated_weights import taken_from
+from carrywave.step.engine import Compute, Engine
+from carrywave.step.evaluation import MeanLoss, taken_from
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.mean_loss import MeanLoss
-from carrywave.step.nonfinite import NonfiniteRecord, reset_nonfinite_lanes
+from carrywave.step.nonfinite import NonfiniteRecord, diverged, reset_nonfinite_lanes, uncounted
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import weight_average
 from carrywave.step.optim.loss_scaler import Scaler
-from carrywave.step.passes.compute import Compute
-from carrywave.step.passes.micro_batches import FlatCarry, flatten, lanes_of
-from carrywave.step.passes.profiler_ranges import span
-from carrywave.step.position import Position
+from carrywave.step.passes.jobs import FlatCarry, flatten
+from carrywave.step.passes.timing import span
 from carrywave.step.precision import configure, with_settled_precision
+from carrywave.step.result import StepResult, Votes
 from carrywave.step.sync.meeting import News, UserExchanges, check_unsaved
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
-from carrywave.step.trainer_state import Stateful
-from carrywave.step.update import StepResult, Votes
+from carrywave.step.trainer_state import Position, Stateful
 from carrywave.step.user_gradients import UserGradients
 from carrywave.step.worker_setup import engine_of, local_part, mesh_of, place_model, trained, user_optimizer
 
@@ -103,15 +100,14 @@ class Trainer:
         self.model = arguments.as_model(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
-            why = arguments.why_no_carry(self.model)
-            raise UserError(f"keep_state=True keeps the carry from batch to batch, but {why}remove keep_state")
+            raise UserError(f"keep_state=True keeps the carry from batch to batch, but {why_no_carry(self.model)}remove keep_state")
         self.spec = arguments.train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
             arguments.check_spec(self.spec, user_optimizer=optimizer is not None)
             self.spec = arguments.in_model_dtype(self.spec, self.model)
-        arguments.check_optimizer(optimizer, self.model)
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
+        arguments.check_optimizer(optimizer, self.model, self.plan)
         if mesh is None:
             # Before anything else that is collective: whether settling the precision is depends on the spec.
             arguments.check_alike(self.mesh.world, self.spec, optimizer, keep_state=keep_state)
@@ -127,7 +123,6 @@ class Trainer:
         if optimizer is None:
             self._optimizer = optimizer_of(self.spec, self.named, self.device)
         else:
-            check_separable(optimizer, self.plan)
             self._optimizer = user_optimizer(optimizer, self.held)
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
         # A non-finite step leaves the weights unchanged. The exception is NT-ASGD on CUDA, where this guard would copy all tensors: it is
@@ -150,9 +145,8 @@ class Trainer:
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
         self.exchanges = UserExchanges(self.mesh, self.sync, self.spec) if mesh is None and self.sync is not None else None
         self._followed = TrainableParameters(self.model, self.mesh.world)
-        self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
-        self._sound: Later | None = None  # `sound` of a step that has not been checked yet
-        self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
+        self._check_batches = BatchChecks(self.model, keep_state=self.keep_state)
+        self._seen: Later | None = None  # of a step that has not been looked at yet
         self._trial = SplitTrial(self.model, self.stage, self.within, self.spec.precision)
         self.evaluation_trial = SplitTrial(self.model, self.stage, self.mesh, self.spec.precision)
         self.modes = TrainingModes(self.model.module if isinstance(self.model, OpaqueModel) else self.model)
@@ -167,52 +161,55 @@ class Trainer:
         With `on_nan: stop`, a non-finite loss or gradient raises `Diverged`; with GPUs one step later, when it is known without waiting.
         Weights and optimizer are then as they were before the bad step, and lanes with a non-finite carry are reset.
         """
-        result = self.update(*batches)
+        result = self._take(batches, self.position)
         if self.exchanges is not None:
             self.exchanges.after(result, self.news)
         elif self.spec.on_nan == "stop":
             self._look(result)
         return result.mean(self.spec.precision)
 
-    @lost_contact.kept
     def update(self, *batches: Batch) -> StepResult:
         """Take one optimizer step and return its sums, which are valid until the next one."""
-        self.user_gradients.end()
-        return self._take(batches, self.position, applies=True)
+        return self._take(batches, self.position)
 
-    def _take(self, batches: Sequence[Batch], position: Position, *, applies: bool) -> StepResult:
+    def _take(self, batches: Sequence[Batch], position: Position, *, applies: bool = True) -> StepResult:
         """A step: check what came in, take this worker's lanes, run them, update, and go on from the next position. `applies`: with the
         update; otherwise the gradient is left in `.grad`.
         """
-        lanes = self._check(batches, position)
-        keys, counted = self._keys(batches, position.counted)
-        local_batches = self._local(batches, keys)
-        carry, local_batches = self._carry(local_batches, position)
-        hooked = self.hooks.any_registered(self._optimizer)  # also refuses some
-        graphs = None if hooked or self.compute.clock is not None else self.capture  # a replay would not run a hook, nor ask a clock
-        run = self.engine.step if applies else self.engine.backward
+        several, running = self.mesh.world.size > 1, False
+        if several:
+            device_faults.begin()
         try:
-            with (
-                self._norms(),
-                nullcontext() if self._audited else audited(self.stage, self.model),
-                self.hooks.put_off() if hooked else nullcontext(),
-            ):
-                result, left = run(local_batches, keys, carry, self.votes, graphs)
+            if applies:
+                self.user_gradients.end()
+            lanes = self._check(batches, position)
+            keys, counted = self._keys(batches, position.counted)
+            local = [local_part(self.mesh, self.stage, batch, scores=self.stage.scores, pooled=self.model.pooled) for batch in batches]
+            if self._trial.has_to_look(batches):
+                self._trial.before(batches if self.within is self.mesh else local, keys, training=True)
+            if self.spec.beta:
+                self.compute.count_changes(batches)
+            carry = self._carry(local, position) if self.keep_state else None
+            hooked = self.hooks.any_registered(self._optimizer)  # also refuses some
+            graphs = None if hooked or self.compute.clock is not None else self.capture  # a replay would not run a hook, nor ask a clock
+            running = True
+            with self._norms() if self.normed else nullcontext(), self.hooks.put_off() if hooked else nullcontext():
+                result, left = self.engine.step(local, keys, carry, self.votes, graphs, applies=applies)
         except BaseException as error:
-            self._broke_off(error)  # other workers are not left waiting, and learn why
+            if several and running:
+                self._broke_off(error)  # other workers are not left waiting, and learn why
+            if several:
+                lost_contact.failed(error)
             raise
-        state = position.carry if left is None else State(self.stage.carries(left)) if left else None  # of no layers, or of no lanes
-        self.position, self._state_set, self._audited = Position(state, lanes, counted), False, True
+        # A stage of no layers has no carry, nor has a worker of no lanes.
+        self.position, self._state_set = Position(position.carry if left is None else left or None, lanes, counted), False
         return result
 
     def _norms(self) -> AbstractContextManager[None]:
         """Norms over the global batch are summed over all replicas inside this context."""
-        normed = self.normed
-        if normed is None:
-            return nullcontext()
 
         def total(tensor: Tensor) -> Tensor:
-            if (work := normed.all_reduce(tensor)) is not None:
+            if self.normed is not None and (work := self.normed.all_reduce(tensor)) is not None:
                 work.wait()
             return tensor
 
@@ -223,13 +220,13 @@ class Trainer:
         self.modes.resume()
         several = self.mesh.world.size > 1
         process_groups.check_unspoilt()
-        arguments.check_batches(batches, self.model, keep_state=self.keep_state)
-        arguments.check_surroundings(self.spec, self.device)
+        self._check_batches(batches)
+        check_surroundings(self.spec, self.device)
         if self._followed.changed():
             self._switch()
         if several:
             self.agreement.before(batches, self.optimizer, position.counted)
-        return arguments.check_lanes(batches, position.lanes) if self.keep_state else position.lanes
+        return check_continued(batches, position.lanes) if self.keep_state else position.lanes
 
     def _keys(self, batches: Sequence[Batch], counted: int) -> tuple[list[Tensor], int]:
         """The random key of every batch, of its step number, or of a running count if it has none; and the count after them."""
@@ -239,29 +236,17 @@ class Trainer:
             counted += batch.step < 0
         return keys, counted
 
-    def _local(self, batches: Sequence[Batch], keys: Sequence[Tensor]) -> list[Batch]:
-        """This worker's lanes of the batches, after a trial of a user's modules with them."""
-        if self.spec.beta:
-            self.compute.count_changes(batches)
-        local_batches = [self.local_part(batch) for batch in batches]
-        self._trial.before(batches if self.within is self.mesh else local_batches, keys, training=True)
-        if self._padding.whole is not None:
-            self._padding.before(local_batches)
-        return local_batches
-
-    def _carry(self, batches: list[Batch], position: Position) -> tuple[FlatCarry, list[Batch]]:
-        """The carry with which these lanes begin; the first batch starts anew if there is nothing to go on from."""
-        if not self.keep_state:
-            return None, batches
+    def _carry(self, batches: list[Batch], position: Position) -> FlatCarry:
+        """The carry with which these lanes begin; the first batch, in its place, starts anew if there is nothing to go on from."""
         first, carry, lanes = batches[0], position.carry, batches[0].lanes.shape[0]
         as_many = position.lanes is None or len(position.lanes) == (first.part_of or (0, lanes))[1]
-        if self._state_set and as_many and carry is not None and not first.idle:  # a worker without lanes has a state of none
-            arguments.check_state(carry, self.stage, lanes)
-        if carry is None or lanes_of(carry, lanes) != lanes:
-            carry = self.stage.start(lanes, self.device).detach()
-            # There is nothing to continue: the initial carry, if it is learned, learns from these lanes too.
-            batches = [replace(first, fresh=torch.ones_like(first.fresh)), *batches[1:]]
-        return flatten(carry), batches
+        if self._state_set and as_many and carry is not None and not first.idle and isinstance(self.stage, Stage):
+            check_shapes(self.stage.lstm, self.stage.carries(carry), lanes, self.stage.layers)
+        if carry is not None and (not carry or carry[0].shape[1] == lanes):  # a stage of no layers has none
+            return carry
+        # There is nothing to continue: the initial carry, if it is learned, learns from these lanes too.
+        batches[0] = replace(first, fresh=torch.ones_like(first.fresh))
+        return flatten(self.stage.start(lanes, self.device).detach())
 
     def _broke_off(self, error: BaseException) -> None:
         if self.mesh.world.size > 1 and getattr(error, "reported_by", None) is None:
@@ -271,13 +256,12 @@ class Trainer:
     @property
     def state(self) -> State | None:
         """The carry of this worker's lanes and layers, with which the next step goes on; None if there is none."""
-        return self.position.carry
+        return None if self.position.carry is None else State(self.stage.carries(self.position.carry))
 
     @state.setter
     def state(self, state: State | None) -> None:
-        self.position, self._state_set = replace(self.position, carry=state), True
+        self.position, self._state_set = replace(self.position, carry=None if state is None else flatten(state)), True
 
-    @lost_contact.kept
     def backward(self, *batches: Batch, weight: float = 1.0, again: bool = False) -> Tensor:
         """Add `weight` times the gradient of the mean loss over these batches to `.grad`, and return that mean loss; no weight changes.
 
@@ -289,6 +273,10 @@ class Trainer:
         with self.user_gradients.adding(recorded=self.capture is not None) as kept:
             result = self._take(batches, start, applies=False)
         self.user_gradients.add([p for _, p in self.named], kept, weight, result, start)
+        if self.agreement.at_once:
+            finite, loss, count = result.seen().tolist()
+            if finite and loss and count <= 0:
+                raise on_every_rank(uncounted())
         return result.mean(self.spec.precision)
 
     @lost_contact.kept
@@ -303,7 +291,7 @@ class Trainer:
         for parameter in self.held.parameters.values():
             parameter.grad = grads[id(parameter)] if parameter.requires_grad else None
         with span("update"), self.hooks.put_off():
-            result = self.engine.update.apply(unapplied.sound, unapplied.codes)
+            result = self.engine.apply(unapplied.finite, unapplied.codes)
         if self.spec.on_nan == "stop":
             self._look(result)
         return result.norm
@@ -320,7 +308,7 @@ class Trainer:
     @lost_contact.kept
     def gradient_norm(self) -> Tensor:
         """The norm of what is in `.grad`, over the parameters on all workers. Collective: every rank must call it."""
-        return self.engine.update.norm()
+        return self.engine.norm()
 
     @lost_contact.kept
     def evaluate(self, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None = None) -> float:
@@ -381,7 +369,7 @@ class Trainer:
     @property
     def nonfinite(self) -> NonfiniteRecord:
         """The record of non-finite steps."""
-        return self.engine.update.nonfinite
+        return self.engine.nonfinite
 
     @property
     def news(self) -> News:
@@ -401,26 +389,34 @@ class Trainer:
             raise UserError(f"with train.sync={self.spec.sync} the trained parameters are fixed; set requires_grad before the Trainer")
         for parameter in self.held.parameters.values():
             parameter.grad = None  # otherwise the optimizer would keep using the last one
-        kept = self.nonfinite.kept
+        record = self.nonfinite
         self.named = trained(self.held)
         if not self.user_optimizer:
             optimizers.enlarge(self.optimizer, self.named)
         self.engine = self._new_engine()
-        self.nonfinite.kept.copy_(kept)
-        self._audited = False
+        self.nonfinite.take_over(record)
         if self.capture is not None:
             self.capture.forget()
 
     def _look(self, result: StepResult) -> None:
-        """Raise if a step had non-finite numbers: this step, or with a GPU the previous one."""
-        before, self._sound = self._sound, None
-        self._sound, finite = look(result, before, at_once=self.agreement.at_once)
+        """Raise if a step had non-finite numbers: this one, or with a GPU the one before, which is known without waiting. All workers look
+        at the same step.
+        """
+        now, before = None, self._seen
+        if self.agreement.at_once:
+            finite, loss, count = result.seen().tolist()
+        else:
+            now = Later(result.seen())
+            finite, loss, count = (1.0, 0.0, 0.0) if before is None else before.read()
+        self._seen = now if finite else None  # what is raised tells of this step too, which goes on from what was not finite
+        if finite and loss and count <= 0:
+            raise on_every_rank(uncounted())
         if not finite:
             carry = self.position.carry
-            if carry is not None and carry.carries:
-                start = self.stage.start(carry.carries[0][0].shape[1], self.device).detach().carries
-                carry = State(self.stage.carries(reset_nonfinite_lanes(carry.carries, start)))
-            self.state = carry  # on workers that have no lanes too
+            if carry:
+                start = self.stage.start(carry[0].shape[1], self.device).detach().carries
+                carry = reset_nonfinite_lanes(self.stage.carries(carry), start)
+            self.position, self._state_set = replace(self.position, carry=carry), True  # on workers that have no lanes too
             raise diverged(self.model, self.nonfinite, guards_weights=self.guards_weights)
 
     def local_part(self, batch: Batch) -> Batch:

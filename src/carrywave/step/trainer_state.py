@@ -25,12 +25,24 @@ from carrywave.parallel.world import all_gather_text, raise_on_all
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import optimizer_state
 from carrywave.step.optim.loss_scaler import Scaler
-from carrywave.step.position import Position
 from carrywave.step.worker_setup import HeldStage, check_saved_whole, tensors_of
 
 FORMAT = 2
 PARTS = ("weights", "optimizer", "groups", "own_optimizer", "kind", "carry", "scaler", "position")  # of a state, besides its format
 _MAPPINGS = ("weights", "optimizer", "carry", "scaler", "position")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a trainer stands between two steps: all that a step goes on from besides weights and optimizer. A value, passed into a step and
+    returned by it: a step that fails has not moved it, so that it can be taken again.
+    """
+
+    carry: list[Tensor] | None = (
+        None  # of this worker's lanes and layers, as `Stage.parts` lists them; None: there is nothing to go on from
+    )
+    lanes: tuple[int, ...] | None = None  # those whose carry is kept, over all workers
+    counted: int = 0  # batches so far without a step number of their own: every batch needs its own dropout masks
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,8 @@ def state_dict(worker: Stateful, position: Position) -> dict[str, Any]:
     states = _of_all_stages(mesh, own)
     low, high = mesh.share().bounds(len(lanes or ()))
     # With fewer lanes than replicas, some have only a placeholder.
-    local_carry = carry_tensors(position.carry, worker.held.stage) if worker.keep_state and low < high else {}
+    kept = position.carry if worker.keep_state and low < high else None
+    local_carry = dict(zip(carry_names(worker.held.stage), kept, strict=True)) if kept else {}
     carries = collect(mesh.world, {f"{name}/{low}": tensor for name, tensor in local_carry.items()})
     if mesh.world.rank:
         return {}
@@ -143,8 +156,12 @@ def carry_tensors(state: State | None, stage: Stage | OpaqueModel) -> dict[str, 
     """The carry by layer and part; its second dimension is the lanes, in global order."""
     if state is None:
         return {}
-    tensors = (tensor for carry in state.carries for tensor in carry)
-    return {f"lstm.l{layer}.{part}": tensor for (layer, part), tensor in zip(stage.parts, tensors, strict=True)}
+    return dict(zip(carry_names(stage), (tensor for carry in state.carries for tensor in carry), strict=True))
+
+
+def carry_names(stage: Stage | OpaqueModel) -> list[str]:
+    """The names of the tensors of a stage's carry, in their order."""
+    return [f"lstm.l{layer}.{part}" for layer, part in stage.parts]
 
 
 def carry_state(tensors: Mapping[str, Tensor], device: torch.device, stage: Stage | OpaqueModel) -> State:
@@ -224,20 +241,20 @@ def _take_optimizer(worker: Stateful, given: Mapping[str, Tensor], groups: Seque
                 group[name] = value
 
 
-def _local_carry(worker: Stateful, carry: Mapping[str, Tensor]) -> State | None:
+def _local_carry(worker: Stateful, carry: Mapping[str, Tensor]) -> list[Tensor] | None:
     """The carry of this worker's lanes and layers."""
     if not carry or not worker.keep_state:
         return None
     first = next(iter(carry.values()))
     low, high = worker.mesh.share().bounds(first.shape[1])
     wanted = carry_tensors(worker.held.stage.start(high - low, worker.mesh.device), worker.held.stage)
-    local: dict[str, Tensor] = {}
+    local: list[Tensor] = []
     for name, tensor in wanted.items():
         saved = carry.get(name)
         if saved is None or saved[:, low:high].shape != tensor.shape:
             raise RunError(f"the carry of {name} in the state does not match the model; pass a state of this model")
-        local[name] = saved[:, low:high].to(tensor.dtype)
-    return carry_state(local, worker.mesh.device, worker.held.stage)
+        local.append(saved[:, low:high].to(worker.mesh.device, tensor.dtype))
+    return local
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import UserError
-from carrywave.step.position import Position
-from carrywave.step.update import StepResult
+from carrywave.step.result import StepResult
+from carrywave.step.trainer_state import Position
 
 Kept = dict[int, Tensor | None]  # what was in `.grad`, by the parameter's id
 
 
 @dataclass(frozen=True)
 class Unapplied:
-    """What backwards have left to be applied, besides what is in `.grad`. Both as in `StepResult`."""
+    """What backwards have left to be applied, besides what is in `.grad`; as in `StepResult`."""
 
-    sound: Tensor  # of all of them
+    finite: Tensor  # all of them are
     codes: Tensor  # the first non-finite number in any of them
 
 
@@ -74,10 +74,10 @@ class UserGradients:
         for parameter in self.held:
             if not parameter.requires_grad:  # it may be trained again when the gradients are applied
                 parameter.grad = kept.get(id(parameter))
-        sound, codes = result.sound.clone(), result.codes.clone()
+        finite, codes = result.finite.clone(), result.codes.clone()
         if self.unapplied is not None:
-            sound, codes = sound & self.unapplied.sound, torch.maximum(codes, self.unapplied.codes)
-        self.unapplied, self.last = Unapplied(sound, codes), start
+            finite, codes = finite & self.unapplied.finite, torch.maximum(codes, self.unapplied.codes)
+        self.unapplied, self.last = Unapplied(finite, codes), start
 
     def taken(self) -> tuple[Unapplied, Kept]:
         """What is to be applied now, and the gradients."""

@@ -26,17 +26,12 @@ from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
-from carrywave.step.checks.made_alike import check_dense, check_made_alike, check_tied
-from carrywave.step.checks.reached import ReachedParameters
-from carrywave.step.engine import Engine
+from carrywave.step.engine import Compute, Engine
 from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.nonfinite import NonfiniteRecord
-from carrywave.step.norms import by_dtype
 from carrywave.step.optim.loss_scaler import Scaler
-from carrywave.step.passes.compute import Compute
 from carrywave.step.precision import parameter_dtype
 from carrywave.step.stats import SharedNumbers
-from carrywave.step.update import Update
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -102,15 +97,14 @@ def place_model(model: Model | OpaqueModel, mesh: Mesh, spec: TrainSpec) -> Held
     drawn = isinstance(model, Model) and model.drawn
     if not drawn:
         _check_whole(model, mesh.world)
-    check_dense(model)
     _check_plan(model, mesh.plan, spec)
     dtype = parameter_dtype(spec.precision)
     if mesh.world.size > 1:
-        tensors = tensors_of(model)
-        check_agreement(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()})
-        order = {f"as parameter or buffer {number} of the model": name for number, name in enumerate(tensors, start=1)}
-        check_agreement(mesh.world, order, "build its modules in the same order everywhere, from a list and not from a set")
-        check_made_alike(model, mesh.world)
+        # Buffers that are not saved as well: what draws them may not be seeded alike.
+        tensors = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        forms = enumerate((f"{name}: {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()), start=1)
+        remedy = "build its modules alike and in the same order on all workers, from a list and not from a set"
+        check_agreement(mesh.world, {f"as parameter or buffer {number} of the model": form for number, form in forms}, remedy)
         if not drawn:
             for name, tensor in broadcast(mesh.world, tensors).items():
                 tensors[name].copy_(tensor)
@@ -155,7 +149,7 @@ def engine_of(
     guards_weights: bool,
 ) -> Engine:
     """The engine that trains these parameters. Collective: every rank must call it."""
-    mesh, spec, (agreement, hooks) = compute.mesh, compute.spec, checks
+    mesh, (agreement, hooks) = compute.mesh, checks
     tied = tied_of(model, mesh)
     elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
     nonfinite = NonfiniteRecord(model, held.stage, named, mesh.world)
@@ -178,23 +172,20 @@ def engine_of(
     # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
     first = mesh.replica == 0 or travels
     counted = [p for name, p in named if first and name not in elsewhere]
-    update = Update(
-        mesh,
-        named,
-        [p for group in by_dtype(counted) for p in group],
+    return Engine(
+        compute,
+        gradients,
+        names,
+        held.parameters,
+        counted,
         optimizer,
         scaler,
-        gradients=gradients,
-        nonfinite=nonfinite,
-        agreement=agreement,
-        reach=ReachedParameters(names, held.parameters, gradients, mesh.device, several=mesh.world.size > 1),
-        hooks=hooks,
-        clip=spec.clip,
-        guards_weights=guards_weights,
-        ema=spec.ema,
-        shared=shared,
+        nonfinite,
+        agreement,
+        hooks,
+        shared,
+        guards_weights,
     )
-    return Engine(mesh, compute, gradients, update, resets=spec.on_nan == "skip")
 
 
 def _sums(mesh: Mesh, named: Named, tied: Sequence[Shared], *, alone: bool) -> list[Summed]:
@@ -235,6 +226,9 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
     if model.has_norms and (plan.micro_batches > 1 or plan.recompute):
         key = "micro_batches" if plan.micro_batches > 1 else "recompute"
         raise PlanError(f"a GlobalNorm reads every batch whole and once, but plan.{key} does not let it; remove plan.{key}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UserError(f"{name} is an {type(module).__name__} with sparse=True, but gradients are summed as dense tensors; remove it")
     if isinstance(model, OpaqueModel):
         if plan.stages > 1:
             raise PlanError(
@@ -265,10 +259,22 @@ def _check_plan(model: Model | OpaqueModel, plan: Plan, spec: TrainSpec) -> None
             raise PlanError(
                 f"{scripted} is TorchScript, whose weights cannot be left to other stages; use plain modules, or remove plan.stages"
             )
-        check_tied(model)
+        _check_tied(model)
     if plan.kernel != "auto":
         model.lstm.backends.check(plan.kernel)
         model.lstm.kernel = plan.kernel
+
+
+def _check_tied(model: nn.Module) -> None:
+    """Refuse two parameters in the same memory: on one device each learns what the other does, on two stages it would not."""
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        other = owners.setdefault(parameter.data_ptr(), name) if parameter.numel() and not parameter.is_meta else name
+        stays = name.partition(".")[0] == other.partition(".")[0] != "lstm"  # within an encoder or a head, which no stage divides
+        if other != name and not stays:
+            raise PlanError(
+                f"{other} and {name} are two tensors in the same memory; make them one parameter (head.weight = encoder.weight)"
+            )
 
 
 def user_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.optim.Optimizer:

@@ -29,10 +29,10 @@ from carrywave.runs.run import Run
 from carrywave.runs.watcher import StepInfo, Watcher
 from carrywave.step.nonfinite import BACK_FACTOR, Seen
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.result import StepResult
 from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.trainer import Trainer
-from carrywave.step.update import StepResult
 from carrywave.tasks.kind import Part
 from carrywave.tasks.task import Task
 from carrywave.train import lr_schedule as rates

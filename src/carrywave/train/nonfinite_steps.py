@@ -7,8 +7,7 @@ from collections.abc import Callable
 from carrywave.errors import Diverged
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.spec.train_spec import TrainSpec
-from carrywave.step.checks.finite import remedy
-from carrywave.step.nonfinite import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW, Seen
+from carrywave.step.nonfinite import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW, Seen, remedy
 from carrywave.step.trainer import Trainer
 from carrywave.train.loop_state import LoopState
 

@@ -10,8 +10,8 @@ from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.runs.run import Value
 from carrywave.runs.watcher import StepInfo
 from carrywave.spec.train_spec import TrainSpec
-from carrywave.step.checks.arguments import uncounted
-from carrywave.step.update import StepResult
+from carrywave.step.nonfinite import uncounted
+from carrywave.step.result import StepResult
 from carrywave.train.callbacks import Moment
 from carrywave.train.loop_state import LoopState
 from carrywave.train.run_clock import RunClock

@@ -103,12 +103,17 @@ def kept(work: Callable[P, R]) -> Callable[P, R]:
         try:
             return work(*args, **kwargs)
         except Exception as error:
-            if lost(error):
-                process_groups.spoil()
-                raise of(error) from None
+            failed(error)
             raise
 
     return run
+
+
+def failed(error: BaseException) -> None:
+    """Work in which others take part has failed: raise `ContactLost` if that is why, after which nothing more is sent."""
+    if isinstance(error, Exception) and lost(error):
+        process_groups.spoil()
+        raise of(error) from None
 
 
 def of(error: BaseException) -> ContactLost:

@@ -28,25 +28,26 @@ class Hooks:
     """The hooks on the parameters and modules that one worker holds. `plan`: of those who share a step."""
 
     def __init__(self, held: Mapping[str, nn.Parameter], model: nn.Module, plan: Plan) -> None:
-        self.held, self.model = held, model
+        self.held, self.parameters = held, list(held.values())
         self.modules = list(model.modules())
         self.is_cut = plan.workers > 1 or plan.micro_batches > 1 or plan.chunk_steps is not None
         self.splits_layers = plan.stages > 1
-        self._put_off: list[tuple[nn.Parameter, list[Hook]]] = []
+        self.waiting: list[tuple[nn.Parameter, list[Hook]]] = []
 
     def any_registered(self, optimizer: object) -> bool:
         """True if there are any hooks, which a captured step would not call. Refuses hooks that cannot work under this plan."""
-        # During a step, the hooks that `call` will run have been removed from their parameters.
         of_steps = [each for name in _OF_STEPS for each in getattr(optimizer, name, {}).values()]
+        of_parameters = [p for p in self.parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+        of_modules = [each for each in self.modules if each._backward_hooks or each._backward_pre_hooks]
+        if not of_steps and not of_parameters and not of_modules:
+            return False
         if self.splits_layers and not all(getattr(hook, SPLITTABLE, False) is True for hook in of_steps):
             raise UserError(
                 "a hook on the optimizer's step would see only the parameters of a stage; use train.clip for a norm over all, or, if it "
                 f"treats each by itself, set hook.{SPLITTABLE} = True"
             )
         inside = [f"the hook on the gradient of {name} (register_hook)" for name, p in self.held.items() if p._backward_hooks]
-        inside += [
-            f"the backward hook on a {type(each).__name__}" for each in self.modules if each._backward_hooks or each._backward_pre_hooks
-        ]
+        inside += [f"the backward hook on a {type(each).__name__}" for each in of_modules]
         if inside and self.is_cut:
             raise UserError(
                 f"{inside[0]} would see parts of a gradient where a plan cuts; use register_post_accumulate_grad_hook on the parameter"
@@ -62,11 +63,11 @@ class Hooks:
             taken.append((hooks, dict(hooks)))
             for key in users:
                 del hooks[key]
-            self._put_off.append((parameter, list(users.values())))
+            self.waiting.append((parameter, list(users.values())))
         try:
             yield
         finally:
-            self._put_off = []
+            self.waiting = []
             for hooks, before in taken:
                 added = {key: hook for key, hook in hooks.items() if key not in before}
                 hooks.clear()
@@ -74,12 +75,11 @@ class Hooks:
 
     def _with_users(self) -> list[nn.Parameter]:
         """The parameters that have hooks of the user's, of which there are hardly ever any."""
-        hooked = [p for p in self.held.values() if getattr(p, "_post_accumulate_grad_hooks", None)]
-        return [p for p in hooked if _users(p)]
+        return [p for p in self.parameters if p._post_accumulate_grad_hooks and _users(p)]
 
     def call(self) -> None:
         """Call the deferred hooks, now that every gradient is final."""
-        for parameter, hooks in self._put_off:
+        for parameter, hooks in self.waiting:
             for hook in hooks:
                 if parameter.grad is not None:
                     hook(parameter)
@@ -87,5 +87,5 @@ class Hooks:
 
 def _users(parameter: nn.Parameter) -> dict[int, Hook]:
     """The hooks that are not ours, by handle id."""
-    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return {key: hook for key, hook in (hooks or {}).items() if not getattr(hook, "is_ours", False)}
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+    return {key: hook for key, hook in hooks.items() if not getattr(hook, "is_ours", False)}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 
 SPLITTABLE = "splittable"  # an attribute that a user sets on an encoder, layers, a head, a module in one piece or a hook: a promise
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]  # called for every module
 METHODS = ("forward", "loss", "score", "start", "pool", "over_steps")  # that a step calls
 # torch modules that treat every step of every lane independently, whatever their arguments. LayerNorm is handled separately, because it may
 # normalize over more than the last axis.
@@ -35,14 +33,14 @@ def own_modules(model: Model | OpaqueModel) -> list[str]:
 
 def stepwise(module: nn.Module) -> bool:
     """True if this module and all its submodules are known to treat every step of every lane independently."""
-    return not any(GLOBAL_HOOKS) and all(_stepwise(each) for each in module.modules())
+    return all(_stepwise(each) for each in module.modules())
 
 
 def _stepwise(module: nn.Module) -> bool:
     kind = type(module)
     if (
         any(getattr(module, name) for name in HOOKS)
-        or any(name in vars(module) or not _is_original(getattr(kind, name, None)) for name in METHODS)
+        or any(name in vars(module) for name in METHODS)
         or any(p._backward_hooks for p in module._parameters.values() if p is not None)
     ):
         return False
@@ -51,8 +49,3 @@ def _stepwise(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding) and kind is nn.Embedding:  # by default, it changes and counts no rows
         return module.max_norm is None and not module.scale_grad_by_freq
     return kind in STEPWISE or kind.__module__.startswith("carrywave.")
-
-
-def _is_original(method: object) -> bool:
-    """True for what torch or we have written: someone may have put another in its place."""
-    return method is None or str(getattr(method, "__globals__", {}).get("__name__")).startswith(("torch.", "carrywave."))

@@ -39,9 +39,8 @@ from carrywave.parallel.process_state import generators, set_generators
 from carrywave.parallel.world import raise_on_all
 from carrywave.plan.plan import Plan
 from carrywave.step.checks.stepwise import own_modules
-from carrywave.step.passes import executor
-from carrywave.step.passes.job import Job
-from carrywave.step.passes.programs import program_for
+from carrywave.step.passes.executor import Pass
+from carrywave.step.passes.jobs import Job, program_for
 
 LANE_STEPS = 1 << 16  # most steps of all lanes that are tried, so that a trial takes about as long as a few steps
 DOUBLE_UP_TO = 1 << 26  # most parameters to copy as float64; larger models keep their dtype
@@ -74,6 +73,12 @@ class SplitTrial:
         self.model, self.stage, self.mesh, self.precision = model, stage, mesh, precision
         self._most: dict[bool, tuple[int, int, int]] = {}  # chunks, lane groups and resets, in training and in evaluation
         self._last: object = None  # the shape of the last batch
+        plan = mesh.plan
+        self._cuts_anything = plan.workers > 1 or plan.micro_batches > 1 or plan.chunk_steps is not None or bool(plan.recompute)
+
+    def has_to_look(self, batches: Sequence[Batch]) -> bool:
+        """True if this plan or these batches cut anything."""
+        return self._cuts_anything or any(batch.resets is not None for batch in batches)
 
     def before(self, batches: Sequence[Batch], keys: Sequence[Tensor], *, training: bool) -> None:
         """Refuse a plan that would change what the user's modules compute. Collective: every rank calls it with batches of one kind."""
@@ -167,7 +172,7 @@ class SplitTrial:
         program = program_for(plan, [batch], backward=training, uncut_time=self.model.reads_whole)
         job = Job(batch, stage.start(batch.lanes.shape[0], self.mesh.device), key.to(self.mesh.device), precision=precision)
         with torch.set_grad_enabled(training):
-            [outcome] = executor.run(stage, plan, program, [job])
+            [outcome] = Pass(stage, plan, program, [job]).run()
         gradients = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
         return Answer(float(outcome.loss_sum), float(outcome.count), gradients)
 
@@ -201,7 +206,7 @@ def twin(stage: Stage | OpaqueModel, dtype: torch.dtype) -> Stage | OpaqueModel:
     for norm in (each for each in made.modules() if isinstance(each, GlobalNorm)):
         norm.eval()  # in a step, it knows the other pieces of a batch
     if isinstance(made, Stage):
-        made.audit, made.lstm.kernel = None, "auto"
+        made.lstm.kernel = "auto"
         if not made.has_encoder:
             made.has_front, made.stride = False, 1
         if not made.has_head:

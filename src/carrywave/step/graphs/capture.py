@@ -32,7 +32,7 @@ from carrywave.data.batch import Batch
 from carrywave.parallel import process_groups
 from carrywave.plan.plan import Plan
 from carrywave.step.graphs.recorded_state import Watch, ours
-from carrywave.step.passes.micro_batches import FlatCarry
+from carrywave.step.passes.jobs import FlatCarry
 
 MOST_SHAPES = 64  # graphs kept per kind of work; about as many shapes as an epoch of bucketed sequences has
 MOST_SEEN = 4096

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from carrywave.errors import RunError
-from carrywave.step.norms import by_dtype
+from carrywave.step.stats import by_dtype
 
 
 def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:

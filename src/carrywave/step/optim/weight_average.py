@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from carrywave.step.norms import by_dtype
+from carrywave.step.stats import by_dtype
 
 AVERAGE, COUNT = "ax", "count"
 

@@ -1,4 +1,4 @@
-"""The time chunks of the micro-batches of one run: their steps, lengths and windows, computed once, because every launch counts.
+"""The time chunks of the micro-batches of one pass: their steps, lengths and windows, computed once, because every launch counts.
 
 Shapes: B lane, C chunks.
 """
@@ -18,7 +18,7 @@ from carrywave.model.state import Chunk
 
 class Chunks:
     """`counts`: chunks of each micro-batch, of `chunk_steps` each if there are several. `windowed`: micro-batches whose kernels may keep
-    what weight gradients need until the end. `reads_lengths`: there is a head, which reads the lengths of full chunks too.
+    what weight gradients need until the end. `reads_lengths`: a module reads the lengths of full chunks too.
     """
 
     def __init__(
@@ -42,36 +42,38 @@ class Chunks:
         return chunk * size, min((chunk + 1) * size, steps)
 
     def at(self, micro_batch: int, chunk: int, key: Tensor | None, *, in_window: bool) -> Chunk:
-        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step, random key, window, past values, resets,
-        weights and the answers of a linear part.
-        """
+        """What is known of a chunk. `in_window`: kernels may keep its buffers and carry for the next one."""
         batch = self.batches[micro_batch]
         steps, lanes = batch.inputs.shape[0], batch.lanes.shape[0]
-        first, end = (0, steps) if self.counts[micro_batch] == 1 else self.step_range(micro_batch, chunk)
-        full = batch.real == steps * lanes
-        lengths = None if full and not self.reads_lengths else self.lengths(micro_batch)[1][chunk]
+        alone, full = self.counts[micro_batch] == 1, batch.real == steps * lanes
+        first, end = (0, steps) if alone else self.step_range(micro_batch, chunk)
+        part = slice(first, end)
         window = self._window(micro_batch, full=full) if in_window and micro_batch in self.windowed else None
+        history, weights = batch.history, batch.weights
         return Chunk(
-            lengths,
+            None if full and not self.reads_lengths else self._lengths_of(micro_batch)[1][chunk],
             batch.fresh if chunk == 0 else None,
             batch.lanes,
             first,
             key,
             full,
             None if window is None else WindowChunk(window, chunk),
-            self.counts[micro_batch] == 1 and (batch.part_of is None or batch.part_of[1] == lanes),
-            None if batch.history is None else batch.history[first : end + batch.history.shape[0] - steps],
-            None if batch.resets is None else batch.resets[first:end],
-            batch.weights if batch.weights is None or batch.weights.dim() == 1 else batch.weights[first:end],
+            alone and (batch.part_of is None or batch.part_of[1] == lanes),
+            None if history is None else history[first : end + history.shape[0] - steps],
+            None if batch.resets is None else batch.resets[part],
+            weights if weights is None or weights.dim() == 1 else weights[part],
             batch.linear,
         )
 
-    def lengths(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+    def finish(self, micro_batch: int) -> None:
+        """The backward of a micro-batch is done: its window is no longer needed."""
+        self._windows.pop(micro_batch, None)
+
+    def _lengths_of(self, micro_batch: int) -> tuple[Tensor, Tensor]:
         """[B], [C, B]: the real steps of each lane in the window and in each chunk."""
         if micro_batch not in self._lengths:
-            batch = self.batches[micro_batch]
-            steps = batch.inputs.shape[0]
-            lengths_B = batch.lengths.clamp(0, steps)
+            steps = self.batches[micro_batch].inputs.shape[0]
+            lengths_B = self.batches[micro_batch].lengths.clamp(0, steps)
             chunks_CB = lengths_B[None]
             if self.counts[micro_batch] > 1:
                 size = cast(int, self.chunk_steps)
@@ -79,12 +81,8 @@ class Chunks:
             self._lengths[micro_batch] = lengths_B, chunks_CB
         return self._lengths[micro_batch]
 
-    def finish(self, micro_batch: int) -> None:
-        """The backward of a micro-batch is done: its window is no longer needed."""
-        self._windows.pop(micro_batch, None)
-
     def _window(self, micro_batch: int, *, full: bool) -> Window:
         if micro_batch not in self._windows:
             spans = tuple(self.step_range(micro_batch, chunk) for chunk in range(self.counts[micro_batch]))
-            self._windows[micro_batch] = Window(spans, None if full else self.lengths(micro_batch)[0])
+            self._windows[micro_batch] = Window(spans, None if full else self._lengths_of(micro_batch)[0])
         return self._windows[micro_batch]

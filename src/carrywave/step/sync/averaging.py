@@ -32,7 +32,7 @@ from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.agreement import sum_of
-from carrywave.step.update import StepResult
+from carrywave.step.result import StepResult
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

@@ -19,12 +19,11 @@ from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.spec.train_spec import TrainSpec
-from carrywave.step.checks.finite import remedy
-from carrywave.step.nonfinite import MOST_IN_A_ROW, NonfiniteRecord, Seen
+from carrywave.step.nonfinite import MOST_IN_A_ROW, NonfiniteRecord, Seen, remedy
 from carrywave.step.optim.loss_scaler import Scaler
+from carrywave.step.result import StepResult, Votes
 from carrywave.step.stats import Slots
 from carrywave.step.sync.modes import Sync
-from carrywave.step.update import StepResult, Votes
 
 SMALLEST_SCALE = 2.0**-14  # once an fp16 loss scale has been halved to below this, gradients are non-finite at any scale
 SUMS = 5  # loss, targets, norm, steps; non-finite steps

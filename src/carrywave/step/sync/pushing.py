@@ -22,9 +22,9 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.result import StepResult
 from carrywave.step.sync.averaging import Named, bounds
 from carrywave.step.sync.shares import ANSWER, MEET, NAME, PUSH, REQUEST, SKIP, ShareServer, Staleness
-from carrywave.step.update import StepResult
 
 
 class Pushing:

@@ -93,7 +93,7 @@ def call_of(call: CallToTime, precision: str, device: torch.device) -> tuple[Cal
     targets = labels if labels is not None else values
 
     def forward() -> Tensor:
-        with random.scope(key, lanes_B, 0), autocast(precision, device):
+        with random.Scope(key, lanes_B, 0), autocast(precision, device):
             if isinstance(module, Softmax | Forecast):
                 assert targets is not None
                 return module.loss(x_TBW, targets)[0]
