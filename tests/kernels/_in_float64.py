@@ -18,10 +18,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 import _emulated
 import _formulas
-import _joined
 from _emulated import by_unit, memory_begin, noise_at, starts_again
 
-from carrywave.kernels.hopper import joined, recurrence
+from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.hopper.buffers import LayerMarks
 from carrywave.kernels.hopper.layout import LayerShape
 from carrywave.kernels.hopper.recurrence import Packed, SortedLanes
@@ -125,14 +124,12 @@ def _active(dealt: SortedLanes, lanes: int, steps: int, step: int) -> list[int]:
     return [lane for lane, length in enumerate(lengths) if length > step]
 
 
-def replace_launches(monkeypatch: pytest.MonkeyPatch, *, blocks: bool = False) -> None:
-    """`blocks`: the recurrence runs block by block, as the kernel does."""
-    for name in (*_emulated.AROUND, "forward", "backward"):
+def replace_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put these in the place of the kernels' launches."""
+    for name in _emulated.AROUND:
         monkeypatch.setattr(recurrence, name, getattr(_emulated, name))
-    for replaced in () if blocks else (forward, backward):
+    for replaced in (forward, backward):
         monkeypatch.setattr(recurrence, replaced.__name__, replaced)
-    for name in ("launch_forward", "launch_backward"):
-        monkeypatch.setattr(joined, name, getattr(_joined, name))
     padded_to, new_empty = recurrence.padded_to, Tensor.new_empty
 
     def empty(self: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -47,20 +47,3 @@ def test_only_where_it_makes_a_difference() -> None:
     x, odd, even = torch.randn(2, 5), torch.randn(11, 5), torch.randn(16, 8)
     assert not aligned.serves(x, odd)  # on the CPU
     assert not aligned.serves(x.to("meta"), even)
-
-
-def test_rows_that_lie_right_are_not_copied() -> None:
-    rows = aligned.empty_rows((3, 5), torch.empty(0), torch.bfloat16)
-    assert rows.shape == (3, 5)
-    assert aligned.aligned_rows(rows, torch.bfloat16) is rows
-    assert aligned.aligned_rows(rows, torch.float16).data_ptr() != rows.data_ptr()
-    assert aligned.aligned_rows(torch.randn(3, 5), torch.float32).stride() == (8, 1)
-
-
-def test_what_comes_out_may_be_changed_in_place_and_may_be_empty() -> None:
-    apply: Any = aligned._Linear.apply
-    weight = torch.randn(11, 5, requires_grad=True)
-    y = apply(torch.randn(2, 3, 5), weight, None, torch.float32)
-    assert y.div_(2.0).shape == (2, 3, 11)
-    assert apply(torch.randn(5), weight, None, torch.float32).shape == (11,)
-    assert apply(torch.randn(0, 3, 5), weight, None, torch.float32).shape == (0, 3, 11)

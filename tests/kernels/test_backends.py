@@ -12,11 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from carrywave.cells.cell import by_name
-from carrywave.kernels import reference, torch_kernels
-from carrywave.kernels.carry import AnyCarry
+from carrywave.kernels import reference
 from carrywave.kernels.gru import aten as gru_aten
 from carrywave.kernels.gru import manual as gru_manual
 from carrywave.kernels.lstm import aten, manual
@@ -157,19 +156,6 @@ def test_a_reset_separates_sequences(cell: str, name: str, data: st.DataObject) 
             torch.testing.assert_close(end[-1][1:], reverse_end[-1][1:], **close)
 
 
-@each_cell
-@given(data=st.data(), most_steps=st.integers(1, 7))
-@settings(max_examples=60)
-def test_pieces_of_a_sequence_that_is_too_long_for_cudnn(cell: str, data: st.DataObject, most_steps: int) -> None:
-    problem = Problem(replace(data.draw(cases(cell)), lengths=None, resets=None))
-
-    def in_pieces(x: Tensor, carry: AnyCarry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, AnyCarry]:
-        return torch_kernels.in_pieces(getattr(torch, cell), x, carry, layer, most_steps)
-
-    # As above; the sums over steps are added up piece by piece besides.
-    torch.testing.assert_close(problem.solve(in_pieces), problem.solve("reference"), rtol=1e-10, atol=1e-11)
-
-
 @each_backend
 @pytest.mark.parametrize("directions", [1, 2])
 def test_padding_of_nan_changes_nothing(cell: str, name: str, directions: int) -> None:
@@ -206,24 +192,6 @@ def test_carry_passes_padded_steps_to_the_bit(
         assert torch.equal(before, after)
         assert torch.equal(after[:, 3], given_part[:, 3])
     assert not y[9:].any()
-
-
-@each_backend
-@pytest.mark.parametrize("directions", [1, 2])
-def test_lengths_are_packed_sequences(cell: str, name: str, directions: int) -> None:
-    problem = Problem(Case(6, 4, 3, 5, directions, lengths=(6, 1, 4, 3), cell=cell))
-    assert problem.lengths is not None
-    packed = nn.utils.rnn.pack_padded_sequence(problem.x, problem.lengths, enforce_sorted=False)
-    flat = [tensor for weights in problem.layer for tensor in weights if tensor is not None]
-    parts = tuple(part[:, packed.sorted_indices] for part in problem.carry)
-    given_carry = parts if len(parts) > 1 else parts[0]
-    kernel: Any = getattr(torch, cell)
-    data, *ends = kernel(packed.data, packed.batch_sizes, given_carry, flat, True, 1, 0.0, True, directions == 2)
-    expected, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=data))
-    y, end = BACKENDS[cell, name](problem.x, problem.carry, problem.layer, problem.lengths)
-    # Different order of summation in float64.
-    torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(tuple(end), tuple(part[:, packed.unsorted_indices] for part in ends), rtol=1e-11, atol=1e-12)
 
 
 @each_cell
@@ -263,38 +231,3 @@ def test_manual_handles_every_subset_of_gradients(cell: str) -> None:
                 got = torch.zeros_like(mine) if mine.grad is None else mine.grad
                 torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)  # float64, another order of summation
             assert problem.x.grad is None
-
-
-@each_cell
-@pytest.mark.parametrize("lengths", [None, (3, 1, 0)])
-def test_manual_outputs_may_be_changed_in_place(cell: str, lengths: tuple[int, ...] | None) -> None:
-    """Backward must not read what the user has changed."""
-    problem, twin = (Problem(Case(3, 3, 2, 3, lengths=lengths, cell=cell)) for _ in range(2))
-    for each, name in ((problem, "manual"), (twin, "reference")):
-        y, end = BACKENDS[cell, name](each.x, each.carry, each.layer, each.lengths)
-        y = y if name == "manual" else y.clone()
-        (y.mul_(2).square().sum() + end[0].sum()).backward()
-    for mine, theirs in zip(problem.leaves, twin.leaves, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-12)  # float64, another order of summation
-
-
-@pytest.mark.parametrize("onednn", [True, False])
-@pytest.mark.parametrize(
-    "case", [Case(9, 4, 7, 16, d, lengths=each, cell=cell) for cell in ("lstm", "gru") for d in (1, 2) for each in (None, (9, 4, 1, 0))]
-)
-def test_float32_is_the_reference(case: Case, onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through oneDNN too, which only float32 takes."""
-    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", onednn)
-    outputs, gradients = Problem(case, torch.float32).solve("aten")
-    expected, slopes = Problem(case).solve("reference")
-    # float32 has 24 bits; gradients are sums over 36 steps and lanes of terms up to about 10.
-    torch.testing.assert_close([out.double() for out in outputs], expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close([gradient.double() for gradient in gradients], slopes, rtol=1e-4, atol=1e-3)
-
-
-@each_other
-def test_onednn_flag_is_left_as_it_was(cell: str, name: str) -> None:
-    problem = Problem(Case(3, 2, 2, 3, cell=cell))
-    before = torch.backends.mkldnn.enabled
-    problem.solve(name)
-    assert torch.backends.mkldnn.enabled == before

@@ -67,15 +67,6 @@ def test_the_kernel_casts_back_as_torch_does(rows: int, width: int, gap: int, dt
     assert torch.equal(to, x.to(dtype))
 
 
-def test_it_reads_as_much_at_once_as_lies_right(hosted: Hosted) -> None:
-    wide, to = numbers(3, 656, SINGLE), torch.empty(3, 656, dtype=BF16)
-    with hosted.in_place():
-        for first, width in ((0, 652), (0, 650), (0, 649), (2, 652), (1, 652)):
-            casting._launch(wide[:, first : first + width], to)
-        casting._launch(to[:, :650], torch.empty(3, 650))
-    assert hosted.ran[-6:] == ["narrow_4", "narrow_2", "narrow_1", "narrow_2", "narrow_1", "widen_2"]
-
-
 def test_on_a_gpu_the_kernel_runs_where_rows_are_not_dense_on_both_sides() -> None:
     def serves(x: Tensor, to: Tensor) -> bool:
         return casting._serves(x.as_subclass(OnCuda), to)
@@ -91,38 +82,6 @@ def test_on_a_gpu_the_kernel_runs_where_rows_are_not_dense_on_both_sides() -> No
     assert not serves(x.to(FP16), padded)
     assert not serves(x[:0], padded[:0])
     assert not serves(x, torch.empty(3, 8))
-
-
-@pytest.mark.parametrize("dtype", [SINGLE, BF16, FP16])
-@pytest.mark.parametrize("width", [1, 7, 8, 650])
-def test_without_the_kernel_it_is_torchs(width: int, dtype: torch.dtype) -> None:
-    x = numbers(5, width, SINGLE)
-    padded = casting.padded_rows(x, dtype)
-    assert padded.shape == (5, -(-width // 8) * 8)
-    assert torch.equal(padded[:, :width], x.to(dtype))
-    assert not padded[:, width:].any()
-    assert casting.padded_rows(x[:0], dtype, 704).shape == (0, 704)
-    back = casting.dense_rows(padded[:, :width], SINGLE)
-    assert back.is_contiguous()
-    assert torch.equal(back, x.to(dtype).float())
-
-
-def test_a_kernel_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def fails(*_: object) -> None:
-        tried.append(1)
-        raise nvrtc.KernelError("no room")
-
-    monkeypatch.setattr(casting._cuda_kernel, "failures", [])
-    monkeypatch.setattr(nvrtc, "available", lambda: "")
-    monkeypatch.setattr(nvrtc, "kernel", fails)
-    x = numbers(2, 3, SINGLE).as_subclass(OnCuda)
-    with pytest.warns(UserWarning, match="casting rows is not used, so steps run slower: no room"):
-        first = casting.padded_rows(x, BF16)
-    assert torch.equal(first, casting.padded_rows(x, BF16))
-    assert torch.equal(first[:, :3], x.to(BF16))
-    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("fp16", [0, 1])

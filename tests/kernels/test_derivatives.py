@@ -16,16 +16,13 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional
 
 from carrywave.cells.cell import Cell, by_name
-from carrywave.errors import UserError
-from carrywave.kernels import cross_entropy, deferred_gradients, derivatives, dropout, random, reference
+from carrywave.kernels import cross_entropy, deferred_gradients, reference
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.cuda import aligned, nvrtc
+from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.dispatch import backends_of
-from carrywave.kernels.dropout import Coordinates
 from carrywave.kernels.gru import aten as gru_aten
 from carrywave.kernels.gru import manual as gru_manual
-from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.lstm import aten, manual
 from carrywave.kernels.weights import LayerWeights
 
@@ -80,15 +77,6 @@ def test_a_gradient_penalty_is_that_of_the_definition(cell: Cell, layer: Any, di
     torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
-def test_onednn_has_second_derivatives_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
-    given = [each.detach().float().requires_grad_() for each in tensors()]
-    given[0] = made(aten.LONG_STEPS, 3, 2).detach().float().requires_grad_()
-    expected = penalty(run(reference.layer, None, 1, tuple(given)), given)
-    got = penalty(run(aten.layer, None, 1, tuple(given)), given)
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-2)  # float32, sums of thousands of terms of up to 1e2
-
-
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 0])], ids=["full", "lengths"])
 @pytest.mark.parametrize("bias", [True, False])
 @both_cells
@@ -98,41 +86,6 @@ def test_second_derivatives_agree_with_differences(cell: Cell, layer: Any, bias:
     given = tuple(each.detach().requires_grad_() for each in (x[:2, :2], *(part[:, :2] for part in parts), *weights))
     assert gradcheck(lambda *each: run(layer, lengths, 1, each, cell), given, fast_mode=True)
     assert gradgradcheck(lambda *each: run(layer, lengths, 1, each, cell), given, fast_mode=True)
-
-
-@both_cells
-def test_padding_that_is_no_number_stays_out_of_second_derivatives(cell: Cell, layer: Any) -> None:
-    given = tensors(cell=cell)
-    clean = penalty(run(layer, LENGTHS, 1, tuple(given), cell), given)
-    given[0] = torch.where(real_steps(LENGTHS, 3), given[0].detach(), torch.nan).requires_grad_()
-    torch.testing.assert_close(penalty(run(layer, LENGTHS, 1, tuple(given), cell), given), clean, **TOLERANCE)
-
-
-def test_inputs_that_were_made_of_each_other_count_once() -> None:
-    x, h, c, w_ih, w_hh, *_ = tensors()
-
-    def total(layer: Any) -> Tensor:
-        # The first carry is made of x, and one weight of the other.
-        y, end_h, end_c = run(layer, None, 1, (x, h * x[:1, :, :2], c, w_ih, w_ih[:, :2] * w_hh))
-        return y.square().sum() + end_h.sum() + end_c.sum()
-
-    def second(layer: Any) -> list[Tensor]:
-        first = torch.autograd.grad(total(layer), [x, w_ih], create_graph=True)
-        return list(torch.autograd.grad(sum(each.square().sum() for each in first), [x, h, c, w_ih, w_hh]))  # type: ignore[arg-type]
-
-    torch.testing.assert_close(second(manual.layer), second(reference.layer), **TOLERANCE)
-
-
-def test_third_derivatives_and_products_with_the_hessian() -> None:
-    given = tensors()
-    along = [torch.ones_like(each) for each in given]
-    found = []
-    for layer in (reference.layer, manual.layer):
-        totals = run(layer, None, 1, tuple(given))
-        first = torch.autograd.grad(sum(part.sum() for part in totals), given, create_graph=True)  # type: ignore[arg-type]
-        second = torch.autograd.grad(first, given, along, create_graph=True)
-        found.append([*second, *torch.autograd.grad(second, given, along)])
-    torch.testing.assert_close(found[1], found[0], **TOLERANCE)
 
 
 def test_many_gradients_at_once() -> None:
@@ -223,31 +176,3 @@ def test_cross_entropy_of_the_own_kernel_goes_through_torchs(monkeypatch: pytest
 
         expected = second(functional.cross_entropy(logits, target, ignore_index=-100, reduction="sum"), logits)
         torch.testing.assert_close(second(cross_entropy.summed(logits, target, -100), logits), expected, rtol=1e-6, atol=1e-7)
-
-
-def test_dropout_of_the_own_kernel_goes_through_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    key, place, x = random.key(3), Coordinates(7, 0.5), made(3, 2, 4)
-    mask = dropout._defined(x.detach(), key, None, place)
-    monkeypatch.setattr(dropout, "_launch", lambda given, *_: given * mask)
-    monkeypatch.setattr(dropout, "_serves", lambda *_: True)
-    assert gradgradcheck(lambda each: dropout.dropped(each, key, None, place).sin(), x)
-    [first] = torch.autograd.grad(dropout.dropped(x, key, None, place).square().sum(), x, create_graph=True)
-    [second] = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(second, 2.0 * mask * mask, rtol=0, atol=0)
-
-
-def test_a_linear_layer_under_autocast_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = (each.detach().float().requires_grad_() for each in (made(3, 2), made(5, 2)))
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
-    aligned.linear(x, weight, None).sum().backward()  # type: ignore[no-untyped-call]
-    y = aligned.linear(x, weight, None)
-    with pytest.raises(UserError, match="carrywave's linear layer under autocast has no second derivative; compute without autocast"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-def test_no_gradient_leaves_none() -> None:
-    x, weight = made(2, 3), made(4, 3)
-    assert derivatives.through(functional.linear, (x, weight), (True, True), (None,)) == [None, None]
-    found = derivatives.through(functional.linear, (x, weight), (False, True), (torch.ones(2, 4, dtype=DOUBLE),))
-    assert found[0] is None
-    torch.testing.assert_close(found[1], x.detach().sum(0).expand(4, 3), **TOLERANCE)

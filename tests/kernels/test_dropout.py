@@ -76,24 +76,6 @@ def test_the_kernel_is_the_definition(
     assert all(same_bits(own.detach(), expected.detach()) for own, expected in zip(*results, strict=True))
 
 
-def test_it_reads_as_much_at_once_as_lies_right(hosted: Hosted) -> None:
-    for dtype, units in ((BF16, 640), (BF16, 652), (BF16, 650), (BF16, 649), (SINGLE, 640), (SINGLE, 650)):
-        x = numbers(2, 2, 656, dtype=dtype)[..., :units]
-        with hosted.in_place():
-            dropout._launch(x, x, KEY, None, Coordinates(1, 0.5))
-    assert hosted.ran[-6:] == ["drop_8", "drop_4", "drop_2", "drop_1", "drop_4", "drop_2"]
-
-
-@pytest.mark.parametrize("dtype", [SINGLE, BF16])
-def test_the_check_at_first_use_runs_every_way_of_reading(dtype: torch.dtype, hosted: Hosted) -> None:
-    before = len(hosted.ran)
-    state = torch.get_rng_state()
-    with hosted.in_place():
-        dropout._compare(torch.device("cpu"), dtype)
-    assert set(hosted.ran[before:]) == {f"drop_{group}" for group in (1, 2, 4, 8) if group * dtype.itemsize <= 16}
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout._cuda_kernel, "failures", [])
@@ -126,16 +108,6 @@ def test_a_kernel_that_is_not_right_is_not_tried_again(fault: str, monkeypatch: 
     assert torch.equal(dropped(x.as_subclass(OnCuda), KEY, None, place), expected)
     assert torch.equal(multiplier(x.as_subclass(OnCuda), KEY, None, place) * x, expected)
     assert len(tried) == tries
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-def test_while_a_graph_is_recorded_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(dropout, "_launch", lambda *_: pytest.fail("it has not been checked"))
-    x, place = numbers(3, 2, 9), Coordinates(4, 0.5)
-    assert torch.equal(dropped(x.as_subclass(OnCuda), KEY, None, place), dropped(x, KEY, None, place))
-    assert not dropout._cuda_kernel.failures
-    assert not dropout._checked
 
 
 @pytest.mark.usefixtures("as_on_cuda")

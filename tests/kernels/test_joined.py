@@ -12,35 +12,15 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _in_float64 import replace_launches
-from _problems import Stack, assert_same, stacks
 from test_persistent import compile_source
 
 from carrywave.kernels.hopper import joined, recurrence
 from carrywave.kernels.hopper.choice import wave_for
-from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
+from carrywave.kernels.hopper.layout import H200, LayerShape
 
 SOURCE = files("carrywave.kernels").joinpath("source", "joined/joined.cu").read_text("utf-8")
-PLAIN = {"heads": st.just(1), "resets": st.just(0.0), "every": st.just(0), "noise": st.just(""), "cell": st.sampled_from(("lstm", "gru"))}
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    case=stacks(count=st.integers(2, 4), hidden=st.sampled_from([20, 64, 70, 128]), lanes=st.integers(1, 20), learned=False, **PLAIN),
-    units=st.sampled_from([16, 32]),
-    groups=st.integers(1, 3),
-    piece=st.integers(1, 9),
-)
-def test_the_algorithm_is_the_definition(case: Stack, units: int, groups: int, piece: int) -> None:
-    width = -(-case.lanes // (groups * 8)) * 8
-    shape = LayerShape(-(-case.hidden // (4 * units)) * 4 * units, groups, width, 1, units, joined=case.count)
-    with pytest.MonkeyPatch.context() as patch:
-        replace_launches(patch, blocks=True)
-        assert_same(case.at_once(Wave(shape, 1, min(piece, case.steps))), case.defined())
 
 
 @pytest.mark.parametrize(("struct", "row"), [("Forward", joined.ForwardLayer), ("Backward", joined.BackwardLayer)])

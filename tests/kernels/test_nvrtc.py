@@ -8,7 +8,6 @@ from enum import IntEnum
 from pathlib import Path
 
 import pytest
-import torch
 
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import recurrence
@@ -85,15 +84,6 @@ def test_the_second_use_does_not_compile(compiler: Compiler, tmp_path: Path) -> 
     assert path.read_bytes() == first
 
 
-def test_all_that_it_depends_on_is_in_the_name(compiler: Compiler, tmp_path: Path) -> None:
-    nvrtc.binary(SOURCE, CONSTANTS, "sm_90a")
-    nvrtc.binary(SOURCE, (*CONSTANTS[:1], ("PASSES", 2)), "sm_90a")
-    nvrtc.binary(SOURCE, CONSTANTS, "sm_100a")
-    compiler.version = 2
-    nvrtc.binary(SOURCE, CONSTANTS, "sm_90a")
-    assert compiler.compiled == len(kept(tmp_path)) == 4
-
-
 @pytest.mark.parametrize("damage", [b"", b"rubbish"])
 def test_a_damaged_file_is_compiled_anew(damage: bytes, compiler: Compiler, tmp_path: Path) -> None:
     first = nvrtc.binary(SOURCE, CONSTANTS, "sm_90a")
@@ -102,13 +92,6 @@ def test_a_damaged_file_is_compiled_anew(damage: bytes, compiler: Compiler, tmp_
     assert nvrtc.binary(SOURCE, CONSTANTS, "sm_90a") == first
     assert compiler.compiled == 2
     assert path.read_bytes() == first
-
-
-def test_a_disk_that_cannot_be_written_to_is_no_obstacle(compiler: Compiler, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file where the folder would be")
-    assert nvrtc.binary(SOURCE, CONSTANTS, "sm_90a")[:4] == b"\x7fELF"
-    assert nvrtc.binary(SOURCE, CONSTANTS, "sm_90a")[:4] == b"\x7fELF"
-    assert compiler.compiled == 2
 
 
 def test_what_does_not_compile_says_so_and_leaves_nothing(compiler: Compiler, tmp_path: Path) -> None:
@@ -187,19 +170,3 @@ def test_a_thread_with_another_context_gets_its_own_back_and_one_without_keeps_o
         raise ValueError("within")
     assert [int(each) for each in driver.stack] == after
     nvrtc._primary.cache_clear()
-
-
-def test_a_kept_file_that_does_not_load_is_compiled_once_more(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(100)
-    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for cached in (nvrtc._primary, nvrtc._module):
-        cached.cache_clear()
-    whole = nvrtc.binary(SOURCE, CONSTANTS, "sm_90a")
-    [path] = kept(tmp_path)
-    path.write_bytes(whole[:8] + b"cut")
-    assert nvrtc._module(SOURCE, CONSTANTS, 0) == "module"
-    assert driver.loaded == [whole[:8] + b"cut", whole]
-    assert path.read_bytes() == whole
-    for cached in (nvrtc._primary, nvrtc._module):
-        cached.cache_clear()

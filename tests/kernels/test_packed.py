@@ -127,37 +127,12 @@ def test_every_weight_is_packed_once_a_pass(emulated: list[tuple[int, ...]]) -> 
     torch.testing.assert_close(problem.in_chunks(4), problem.expected(), rtol=1e-11, atol=1e-11)  # not the weights of the pass before
 
 
-def test_a_call_of_its_own_packs_what_it_uses_often(emulated: list[tuple[int, ...]]) -> None:
-    """Without other chunks, the input product is a single one, and so is that of its gradient."""
-    problem = Problem(torch.float64)
-    y, _ = manual.layer(problem.x.requires_grad_(), Carry(problem.h, problem.c), (problem.layer,), None)
-    y.sum().backward()
-    assert emulated == [(4 * HIDDEN, HIDDEN, LANES)]
-
-
 @needs_mkl
 @pytest.mark.parametrize("steps", [1, 4, 12])
 def test_a_layer_on_mkl(small: None, steps: int) -> None:
     results, expected = Problem(torch.float32).in_chunks(steps), Problem(torch.float64).expected()
     # float32 has 24 bits; gradients are sums over 60 steps and lanes of terms up to about 10
     torch.testing.assert_close([each.double() for each in results], expected, rtol=1e-4, atol=1e-3)
-
-
-@needs_mkl
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(4, 2048, 512), (20, 2600, 650), (64, 2048, 300), (7, 1100, 1000)])
-def test_products_on_mkl(rows: int, outputs: int, inputs: int, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "SMALLEST_TRANSPOSED", packed.SMALLEST)
-    generator = torch.Generator().manual_seed(rows)
-    weight = torch.randn(outputs, inputs, generator=generator)
-    used = weight.t() if transposed else weight
-    x, bias = torch.randn(rows, used.shape[1], generator=generator), torch.randn(used.shape[0], generator=generator)
-    product = packed.packed(weight, rows, transposed=transposed)
-    assert product is not None
-    for each in (None, bias):
-        wanted = linear(x.double(), used.double(), None if each is None else each.double())
-        # Sums of up to 2,600 terms of about 1, in float32.
-        torch.testing.assert_close(product(x, each).double(), wanted, rtol=1e-5, atol=1e-3)
 
 
 def test_what_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:

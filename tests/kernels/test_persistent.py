@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -17,13 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import replace_launches
-from _problems import CELLS, Stack, assert_same, each_kind, stacks
+from _problems import CELLS, Stack, assert_same, each_kind
 
 from carrywave.cells.cell import by_name
 from carrywave.kernels import random, reference
@@ -31,7 +28,7 @@ from carrywave.kernels.carry import changed
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.dispatch import backends_of
 from carrywave.kernels.hopper import persistent, recurrence
-from carrywave.kernels.hopper.choice import alone, heads_for, wide_for
+from carrywave.kernels.hopper.choice import alone, heads_for
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
 from carrywave.kernels.layers import run_layers
 from carrywave.kernels.step_marks import StepMarks
@@ -42,24 +39,7 @@ from carrywave.kernels.weights import LayerWeights
 def _block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "chip_of", lambda device: H200)
     monkeypatch.setattr(persistent, "_chip", lambda x: H200)
-    replace_launches(monkeypatch, blocks=True)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Stack, Wave]:
-    lanes, hidden = draw(st.integers(1, 40)), draw(st.integers(1, 140))
-    units, width, groups = draw(st.sampled_from((16, 32))), draw(st.sampled_from((8, 16, 24, 32, 64))), draw(st.integers(1, 5))
-    shape = LayerShape(-(-hidden // (4 * units)) * 4 * units, groups, width, -(-lanes // (groups * width)), units)
-    given_stack = draw(stacks(count=1, steps=st.integers(1, 6), lanes=lanes, inputs=st.integers(1, 5), hidden=hidden))
-    return given_stack, Wave(shape, 1, draw(st.integers(1, given_stack.steps)))
-
-
-@pytest.mark.usefixtures("_block_by_block")
-@given(cases())
-@settings(max_examples=20, deadline=None)
-def test_the_algorithm_is_the_definition_on_any_layout(case: tuple[Stack, Wave]) -> None:
-    given_stack, how = case
-    assert_same(given_stack.at_once(how), given_stack.defined())
+    replace_launches(monkeypatch)
 
 
 @pytest.mark.sampled(9)
@@ -68,37 +48,6 @@ def test_the_algorithm_is_the_definition_on_any_layout(case: tuple[Stack, Wave])
 def test_the_algorithm_of_each_kind_is_the_definition(kind: dict[str, Any]) -> None:
     given_stack = Stack(1, 7, 20, 3, short=True, hidden=70, learned=True, **kind)
     assert_same(given_stack.at_once(Wave(LayerShape(128, 2, 8, 2), 1, 3)), given_stack.defined())
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.usefixtures("_block_by_block")
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize(("hidden", "lanes"), [(65, 9), (128, 70), (192, 33), (257, 9)])
-def test_the_algorithm_on_the_layouts_that_are_used(hidden: int, lanes: int, cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    used, backward = alone(H200, hidden, lanes, 4), recurrence.backward
-    assert used is not None
-    assert used.of_cell(cell).back.valid
-
-    def noted(shape: LayerShape, *given: Any, **named: Any) -> None:
-        backward(shape, *given, **named)
-        assert not given[6].view(-1, shape.hidden, 4)[:, hidden:].any()  # padded units stay out of everything
-
-    monkeypatch.setattr(recurrence, "backward", noted)
-    given_stack = Stack(1, 4, lanes, 3, short=True, cell=cell, hidden=hidden, resets=0.2, noise="training")
-    assert_same(given_stack.at_once(used), given_stack.defined())
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.usefixtures("_block_by_block")
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize(("units", "heads", "lanes"), [(64, 3, 9), (128, 2, 20), (256, 2, 5)])
-def test_heads_on_the_layouts_that_are_used(units: int, heads: int, lanes: int, cell: str) -> None:
-    case = Stack(1, 4, lanes, 3, short=True, cell=cell, heads=heads, units=units, resets=0.2, noise="training")
-    used = heads_for(H200, units, heads, lanes, cell)
-    assert used is not None
-    assert used.valid
-    assert used.near
-    assert_same(case.at_once(Wave(used, 1, 3)), case.defined())
 
 
 @pytest.mark.usefixtures("_block_by_block")
@@ -176,9 +125,6 @@ def compile_source(source_name: str, constants: tuple[tuple[str, int], ...], fol
 
 
 SLOW = [(256, 64), (650, 20), (1024, 16), (1024, 64), (1024, 200), (1536, 40), (2048, 16), (2048, 64)]
-# With resets to zeros (1) or to a learned carry (2), with noise from bytes (1) or constants (2).
-WIDE = [(1088, 128, "lstm"), (1150, 100, "gru")]
-STREAMED = [(512, 512, "gru"), (1024, 256, "lstm"), (1000, 200, "gru")]
 KINDS = [("lstm", 1, 0), ("lstm", 2, 0), ("lstm", 1, 1), ("lstm", 1, 2), ("gru", 0, 0), ("gru", 2, 0), ("slstm", 0, 0), ("slstm", 1, 1)]
 
 
@@ -205,24 +151,6 @@ def test_the_source_compiles(
     # Told, not judged: what they come to differs from compiler to compiler.
     for count, what in re.findall(r"(\d+) (bytes spill stores|registers)", said):
         record_property(what, count)
-
-
-@pytest.mark.parametrize(("hidden", "lanes", "cell"), [(128, 65, "lstm"), *(pytest.param(*each, marks=pytest.mark.slow) for each in WIDE)])
-def test_the_source_for_many_lanes_compiles(hidden: int, lanes: int, cell: str, tmp_path: Path) -> None:
-    shape = wide_for(H200, hidden, lanes)
-    assert shape is not None
-    compile_source(recurrence.WIDE, replace(shape, cell=cell).constants(fp16=False), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("hidden", "lanes", "cell"), [(128, 1025, "lstm"), *(pytest.param(*each, marks=pytest.mark.slow) for each in STREAMED)]
-)
-def test_the_source_for_many_passes_compiles(hidden: int, lanes: int, cell: str, tmp_path: Path) -> None:
-    used = alone(H200, hidden, lanes, 4, plain=True)
-    assert used is not None
-    assert used.shape.streamed is not None
-    for shape in (used.shape, used.back):
-        compile_source(recurrence.STREAM, replace(shape, cell=cell).constants(fp16=False), tmp_path)
 
 
 @pytest.mark.parametrize(

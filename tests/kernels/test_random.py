@@ -52,24 +52,6 @@ def test_bits_are_the_documented_function(seed: int, coords: list[int]) -> None:
     assert int(drawn) % WORD == plain_bits(a, b, *coords)
 
 
-@pytest.mark.parametrize(
-    "sizes", [((), (), ()), ((3, 1), (1,)), ((5, 1), (0,)), ((4, 1, 1), (16, 1), (128,)), ((64, 1, 1), (9, 1), (130,))]
-)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_few_and_many_numbers_are_drawn_alike(sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
-    """In numpy or in torch, as tensors of the same shape, and nothing that was given changes."""
-    key, coords = random.key(3), [torch.randint(-(2**31), 2**31 - 1, size, dtype=dtype) for size in sizes]
-    given = [each.clone() for each in (key, *coords)]
-    found = random.bits(key, *coords)
-    expected = random._bits(key[0], key[1], *(coord.to(torch.int32) for coord in coords))
-    assert found.dtype == torch.int32
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    found.add_(1)
-    assert all(torch.equal(each, before) for each, before in zip((key, *coords), given, strict=True))
-    for site in (0, 5, 2**31, 2**32 - 1):
-        assert torch.equal(random.fold(key, site), random._fold(key, random.signed(site)))
-
-
 def test_masks_can_be_traced_and_transformed() -> None:
     """Where operations are looked at, they are torch's, and the numbers are the same."""
     key, coords = random.key(3), (torch.arange(4)[:, None], torch.arange(6))
@@ -135,44 +117,12 @@ def test_every_row_and_every_bit_looks_random() -> None:
     assert len({tuple(row) for row in rows[:, :8].tolist()}) == len(rows)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_neighbours_along_a_coordinate_are_not_correlated(dim: int) -> None:
-    values = random.uniform(random.key(3), *grid(40, 50, 400), dtype=torch.float64) - 0.5
-    count = values.numel()
-    assert abs(values.mean().item()) < 5 * math.sqrt(1 / 12 / count)
-    assert abs(values.square().mean().item() - 1 / 12) < 5 / math.sqrt(180 * count)
-    for distance in (1, 2, 8):
-        length = values.shape[dim] - distance
-        product = values.narrow(dim, 0, length) * values.narrow(dim, distance, length)
-        assert abs(product.mean().item()) < 5 / 12 / math.sqrt(product.numel()), f"distance {distance}"
-
-
-def test_masks_of_sites_keys_and_positions_are_unrelated() -> None:
-    key = random.key(5)
-    others = [random.fold(key, 0), random.fold(key, 1), random.fold(random.fold(key, 0), 1), random.key(6)]
-    here = random.uniform(key, *grid(20, 30, 200), dtype=torch.float64) - 0.5
-    for other in others:
-        there = random.uniform(other, *grid(20, 30, 200), dtype=torch.float64) - 0.5
-        assert abs((here * there).mean().item()) < 5 / 12 / math.sqrt(here.numel())
-    # Swapped coordinates are another place.
-    swapped = random.bits(key, torch.arange(30)[:, None], torch.arange(30))
-    assert (swapped == swapped.t()).sum().item() == 30
-
-
 def test_uniform_is_exact_in_every_wide_dtype() -> None:
     single = random.uniform(random.key(9), torch.arange(10_000))
     double = random.uniform(random.key(9), torch.arange(10_000), dtype=torch.float64)
     assert torch.equal(single.double(), double)
     assert single.min() >= 0.0
     assert single.max() < 1.0
-
-
-def test_normal_has_mean_zero_and_deviation_one() -> None:
-    values = random.normal(random.key(9), torch.arange(300)[:, None], torch.arange(300), dtype=torch.float64)
-    count = values.numel()
-    assert abs(values.mean().item()) < 5 / math.sqrt(count)
-    assert abs(values.square().mean().item() - 1) < 5 * math.sqrt(2 / count)
-    assert abs(values.pow(4).mean().item() - 3) < 5 * math.sqrt(96 / count)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
@@ -182,19 +132,6 @@ def test_keep_is_uniform_compared_with_p(p: float) -> None:
     expected = torch.where(random.uniform(random.key(2), *coords) >= p, 1 / (1 - p), 0.0).double()
     torch.testing.assert_close(mask, expected, rtol=1e-7, atol=0)  # 1/(1-p) passed through float32 in `expected`
     assert abs(mask.mean().item() - 1) < 5 * math.sqrt(p / (1 - p) / mask.numel()) + 1e-12
-
-
-def test_keep_refuses_to_drop_everything() -> None:
-    with pytest.raises(ValueError, match="below 1"):
-        random.keep(random.key(1), 1.0, torch.arange(3))
-
-
-def test_drawn_keys_follow_torch_seed() -> None:
-    torch.manual_seed(3)
-    first, second = random.draw(), random.draw()
-    torch.manual_seed(3)
-    assert torch.equal(random.draw(), first)
-    assert not torch.equal(first, second)
 
 
 def test_scopes_nest_and_end() -> None:

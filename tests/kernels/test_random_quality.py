@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from carrywave.data.shuffle import draw_words
 from carrywave.kernels import random
 from carrywave.kernels.cuda import fused_random
 
@@ -83,46 +81,6 @@ def program(stream: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
         pytest.skip("needs a C compiler")
     built: Path = stream.build(tmp_path_factory.mktemp("program"))
     return built
-
-
-def places(order: str) -> Iterator[dict[str, int]]:
-    """All places in the order in which the program goes through them."""
-    loops = [(name, int(size)) for name, size in (loop.split("=") for loop in order.split(","))]
-    for index in product(*(range(size) for _, size in reversed(loops))):
-        yield dict(zip((name for name, _ in reversed(loops)), index, strict=True))
-
-
-def test_the_program_for_batteries_writes_our_words(stream: ModuleType, program: Path) -> None:
-    """Written in C from the documentation, it agrees in every order that batteries get; in small sizes, so that all coordinates move."""
-    keys = stream.keys(1, 3)
-    for name, order in stream.ORDERS.items():
-        names = order.coordinates.split(",")
-        small = ",".join(f"{loop.split('=')[0]}={3 - place % 2}" for place, loop in enumerate(order.order.split(",")))
-        run = subprocess.run([program, *order._replace(order=small)], input=keys, stdout=subprocess.PIPE, check=True)
-        expected = np.concatenate([drawn(order.function, names, place) for place in places(small)])
-        assert run.stdout == packed(expected, order.part).tobytes(), name
-
-
-def drawn(function: str, names: list[str], place: dict[str, int]) -> np.ndarray:
-    if function == "order":
-        seed, epoch, site, index = (place.get(name, 0) for name in names)
-        return draw_words(seed, epoch, site, np.array([index])).view(np.uint32)
-    key = random.key(1, 0, place.get("key", 0))
-    values = [random.site(f"lstm.l{place.get(name, 0)}.dropout") if name == "layer" else place.get(name, 0) for name in names[1:]]
-    if names[1] in ("layer", "site"):
-        key, values = random.fold(key, values[0]), values[1:]
-    return random.bits(key, *(torch.tensor([value]) for value in values)).numpy().view(np.uint32)
-
-
-def packed(words: np.ndarray, part: str) -> np.ndarray:
-    ones = np.unpackbits(words.view(np.uint8), bitorder="little").reshape(-1, 32)
-    if part == "reversed":
-        taken = ones[:, ::-1]
-    else:
-        shift, width = (int(number) for number in part.split(":"))
-        taken = ones[:, shift : shift + width]
-    whole = taken.size // 32 * 32  # what does not fill a word is not written
-    return np.packbits(taken.reshape(-1)[:whole], bitorder="little").view(np.uint32)
 
 
 HOST = """

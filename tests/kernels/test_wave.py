@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import NAN, replace_launches
-from _problems import CELLS, Stack, assert_same, each_kind, make, stacks
+from _problems import Stack, assert_same, each_kind, make, stacks
 
 from carrywave.errors import UserError
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.hopper import recurrence, stack, wave
+from carrywave.kernels.hopper import recurrence, wave
 from carrywave.kernels.hopper.choice import wave_for
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.weights import LayerWeights
@@ -45,12 +45,6 @@ def test_a_wave_is_the_definition(given_stack: Stack, piece: int) -> None:
 def test_a_wave_of_each_kind_is_the_definition(kind: dict[str, Any], piece: int) -> None:
     given_stack = Stack(2, 7, 4, 5, short=True, learned=True, **kind)
     assert_same(given_stack.at_once(Wave(SHAPE, 1, piece)), given_stack.defined())
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_resets_of_more_steps_than_a_word_has_bits(cell: str) -> None:
-    given_stack = Stack(1, 70, 3, 5, short=True, cell=cell, resets=0.1, every=31, learned=True)
-    assert_same(given_stack.at_once(Wave(SHAPE, 1, 29)), given_stack.defined())
 
 
 def test_padding_may_hold_anything() -> None:
@@ -82,13 +76,6 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
         torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=torch.float64), is_grads_batched=True)
 
 
-def test_without_gradients_nothing_is_kept() -> None:
-    layers = [LayerWeights(make(80, 20), make(80, 20))]
-    y, [end] = wave.run(make(4, 3, 20), (Carry(make(1, 3, 20), make(1, 3, 20)),), layers, [None], None, Wave(SHAPE, 1, 4))
-    assert y.grad_fn is None
-    assert torch.equal(end.h[0], y[-1])
-
-
 def test_where_gradients_are_off_nothing_is_kept_for_weights_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     run = recurrence.forward
@@ -104,15 +91,6 @@ def test_where_gradients_are_off_nothing_is_kept_for_weights_that_want_them(monk
         wave.run(make(4, 3, 20), carries, layers, [None], None, Wave(SHAPE, 1, 4))
     wave.run(make(4, 3, 20), carries, layers, [None], None, Wave(SHAPE, 1, 4))
     assert seen == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("x", "lanes", "message"), [((4, 3, 19), 3, "inputs are 19 wide"), ((4, 3, 20), 2, "expected .1, 3, 20. for each part")]
-)
-def test_what_does_not_fit_together_is_refused(x: tuple[int, ...], lanes: int, message: str) -> None:
-    layers = [LayerWeights(make(80, 20), make(80, 20))]
-    with pytest.raises(ValueError, match=message):
-        wave.run(make(*x), (Carry(make(1, lanes, 20), make(1, lanes, 20)),), layers, [None], None, Wave(SHAPE, 1, 4))
 
 
 @given(
@@ -143,13 +121,3 @@ def test_a_wave_serves_small_batches_of_many_layers() -> None:
     assert large is not None
     assert small.streams == 8
     assert large.streams == 1
-
-
-def test_everything_comes_after_what_it_needs() -> None:
-    for layers in range(1, 6):
-        for chunks in range(1, 6):
-            order = list(stack.diagonals(layers, chunks))
-            place = {each: number for number, each in enumerate(order)}
-            assert len(place) == layers * chunks
-            for layer, chunk in order:
-                assert all(place[before] < place[layer, chunk] for before in ((layer - 1, chunk), (layer, chunk - 1)) if min(before) >= 0)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _in_float64 import replace_launches
-from _problems import CELLS, Stack, assert_same, each_kind, stacks
+from _problems import Stack, assert_same, each_kind, stacks
 
 from carrywave.errors import UserError
 from carrywave.kernels import deferred_gradients
@@ -109,33 +109,6 @@ def test_chunks_of_each_kind_are_the_definition(kind: dict[str, Any], piece: int
     assert_same(given_stack.by_chunks(piece), given_stack.defined())
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
-@pytest.mark.parametrize("masked", ["", "steps", "locked"])
-@pytest.mark.parametrize("piece", [2, 4])
-def test_chunks_of_layers_in_one_launch_are_the_definition(cell: str, masked: str, piece: int) -> None:
-    shape = LayerShape(64, 2, 8, 1, joined=3)
-    given_stack = Windowed(3, 9, 11, 5, chunk=4, short=True, masked=masked, cell=cell, shape=shape)
-    assert_same(given_stack.by_chunks(piece), given_stack.defined())
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_resets_of_more_steps_than_a_word_has_bits(cell: str) -> None:
-    given_stack = Windowed(1, 70, 3, 5, chunk=20, short=True, cell=cell, resets=0.1, every=20)
-    assert_same(given_stack.by_chunks(7), given_stack.defined())
-
-
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
-def test_chunks_with_resets_to_a_learned_carry_run_by_themselves(cell: str) -> None:
-    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True, cell=cell, resets=0.3, learned=True)
-    x, carries, ys = given_stack.x.clone().requires_grad_(), given_stack.carries, []
-    with deferring(given_stack.deferred):
-        for index, (first, end) in enumerate(given_stack.window.spans):
-            y, carries = given_stack.part(index, carries, x[first:end], 3)
-            ys.append(y)
-        assert not given_stack.window.kept
-    assert_same(given_stack.results(x, torch.cat(ys), carries), given_stack.defined())
-
-
 @pytest.mark.parametrize("first_has", [False, True])
 def test_resets_in_some_chunks_only_are_refused(first_has: bool) -> None:
     given_stack = Windowed(1, 8, 3, 6, chunk=4, resets=0.3)
@@ -155,107 +128,6 @@ def test_the_same_launches_give_the_same_bits(short: bool, cell: str, resets: fl
     given_stack = Windowed(3, 10, 5, 12, short, masked, chunk=4, cell=cell, resets=resets)
     for one, other in zip(given_stack.by_chunks(4), given_stack.at_once(Wave(SHAPE, 1, 4)), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_chunk_is_its_launches_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_stack, ran = Windowed(1, 12, 5, 64, chunk=3), list[str]()
-    for name in ("pack", "states", "gradients", "forward", "backward", "unpack", "real_rows", "last_state", "padded_to"):
-        made = getattr(recurrence, name)
-
-        def noted(*args: Any, name: str = name, made: Any = made, **named: Any) -> Any:
-            ran.append(name)
-            return made(*args, **named)
-
-        monkeypatch.setattr(recurrence, name, noted)
-    given_stack.by_chunks(3)
-    begin, end = ["padded_to", "states", "pack"], ["padded_to", "padded_to"]  # the carry's c; the gradients of the last carry
-    back = ["padded_to", "backward"]  # of the gradient of y, which is in place where it is dense and not padded
-    assert ran == [*begin, *["forward"] * 4, "gradients", *end, *back * 4, "unpack"]
-
-
-def test_inputs_that_lie_in_one_buffer_are_not_copied() -> None:
-    rows = torch.arange(24.0).view(12, 2)
-    for parts in ([rows[2:4], rows[4:9]], [rows]):
-        found = stack.joined(parts)
-        assert found.data_ptr() == parts[0].data_ptr()
-        assert torch.equal(found, torch.cat(parts))
-    for parts in ([rows[2:4], rows[5:9]], [rows[:4], rows[4:].clone()], [rows[:, :1], rows[4:, :1]]):
-        assert torch.equal(stack.joined(parts), torch.cat(parts))
-
-
-def test_a_chunk_without_a_gradient_of_its_own_gets_that_of_the_next() -> None:
-    """Only the last chunk's outputs are differentiated: what comes before is reached through the carry alone."""
-    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True)
-    given_stack.by[:8] = 0.0
-    expected = given_stack.at_once(Wave(SHAPE, 1, 9))
-    kept, carries, xs = (
-        [],
-        given_stack.carries,
-        [given_stack.x[first:end].clone().requires_grad_() for first, end in given_stack.window.spans],
-    )
-    with deferring(given_stack.deferred):
-        for index, x in enumerate(xs):
-            entered = carries if index == 0 else detached(carries)
-            y, carries = given_stack.part(index, entered, x, 9)
-            kept.append((y, carries, entered))
-        roots, grads = [kept[2][0], *(p for carry in carries for p in carry)], [given_stack.by[8:], *given_stack.by_ends]
-        for index in (2, 1, 0):
-            deferred_gradients.backward(roots, grads)
-            token = kept[index][2][0].h.grad
-            if index:
-                assert token is not None
-                roots, grads = [kept[index - 1][1][0].h], [token]
-    given_stack.deferred.flush()
-    found = [torch.cat([x.grad for x in xs if x.grad is not None]), *(leaf.grad for leaf in given_stack.leaves)]
-    for one, other in zip(found, expected[-len(found) :], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_chunks_that_no_gradient_reached_are_left_out() -> None:
-    """Only the first two chunks of three are differentiated."""
-    given_stack = Windowed(2, 9, 4, 6, chunk=4)
-    x = given_stack.x.clone().requires_grad_()
-    y, _ = wave.run(x[:8], given_stack.carries, given_stack.layers, given_stack.masks, None, Wave(SHAPE, 1, 9))
-    expected = torch.autograd.grad(y, given_stack.weights, given_stack.by[:8])
-    ys, carries, tokens = [], given_stack.carries, []
-    with deferring(given_stack.deferred):
-        for index, (first, end) in enumerate(given_stack.window.spans):
-            entered = carries if index == 0 else detached(carries)
-            tokens.append(entered)
-            y, carries = given_stack.part(index, entered, given_stack.x[first:end], 4)
-            ys.append((y, carries))
-        deferred_gradients.backward([ys[1][0]], [given_stack.by[4:8]])
-        handed = tokens[1][0].h.grad
-        deferred_gradients.backward([ys[0][0], ys[0][1][0].h], [given_stack.by[:4], handed])
-    given_stack.deferred.flush()
-    for weight, other in zip(given_stack.weights, expected, strict=True):
-        torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
-
-
-def test_weight_gradients_may_be_asked_for_in_between() -> None:
-    """Flushed after every chunk, they add up to the same."""
-    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True, masked="steps")
-    expected = given_stack.at_once(Wave(SHAPE, 1, 9))
-    deferred, flushed = given_stack.deferred, list[Tensor]()
-    chunks = given_stack.window.spans
-    with deferring(deferred):
-        carries, kept = given_stack.carries, []
-        for index, (first, end) in enumerate(chunks):
-            entered = carries if index == 0 else detached(carries)
-            y, carries = given_stack.part(index, entered, given_stack.x[first:end], 4)
-            kept.append((y, carries, entered))
-        roots, grads = [p for carry in carries for p in carry], list(given_stack.by_ends)
-        for index in (2, 1, 0):
-            first, end = chunks[index]
-            deferred_gradients.backward([kept[index][0], *roots], [given_stack.by[first:end], *grads])
-            deferred.flush(flushed.append)
-            if index:
-                token = kept[index][2][0].h.grad
-                assert token is not None
-                roots, grads = [kept[index - 1][1][0].h], [token]
-    assert len(flushed) == 3 * len(given_stack.weights)
-    for weight, other in zip(given_stack.weights, expected[-len(given_stack.weights) :], strict=True):
-        torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("cell", "heads"), [("lstm", 1), ("gru", 2), ("slstm", 1), ("slstm", 2)])
@@ -283,26 +155,6 @@ def test_gradients_asked_for_along_the_way_are_those_of_the_chunk(cell: str, hea
     y, _ = wave.run(x, given_stack.carries, given_stack.layers, masks, given_stack.lengths.clamp(0, 4), how)
     for one, other in zip(asked[:2], torch.autograd.grad(y.sum(), [x, given_stack.layers[0].w_hh]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_another_carry_than_the_token_runs_by_itself() -> None:
-    given_stack = Windowed(1, 8, 3, 6, chunk=4)
-    with deferring(given_stack.deferred):
-        given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
-        y, [end] = given_stack.part(1, given_stack.carries, given_stack.x[4:], 4)
-    expected, [wanted] = wave.run(given_stack.x[4:], given_stack.carries, given_stack.layers, [None], None, Wave(SHAPE, 1, 4))
-    assert torch.equal(y, expected)
-    assert torch.equal(end.c, wanted.c)
-
-
-def test_derived_weights_run_by_themselves() -> None:
-    given_stack = Windowed(1, 8, 3, 6, chunk=4)
-    [layer] = given_stack.layers
-    given_stack.layers = [layer._replace(w_hh=layer.w_hh * 1.0)]
-    with deferring(given_stack.deferred):
-        _, [carry] = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
-    assert carry.h.shape == (1, 3, HIDDEN)
-    assert not given_stack.window.kept
 
 
 @pytest.mark.parametrize("reached", [1, 2, 3])  # chunks that a gradient reaches
@@ -334,36 +186,6 @@ def test_derived_weights_that_are_the_same_in_every_chunk_get_one_gradient(reach
             assert token is not None
             roots = [(kept[index - 1][1][0].h, token)]
     given_stack.deferred.flush()
-    for weight, other in zip(trained, expected, strict=True):
-        torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
-
-
-def test_an_output_that_somebody_writes_to_is_noticed() -> None:
-    given_stack = Windowed(1, 8, 3, 6, chunk=4)
-    with deferring(given_stack.deferred):
-        y, _ = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
-        with torch.no_grad():
-            y.mul_(2.0)
-        with pytest.raises(RuntimeError, match="modified inplace"):
-            deferred_gradients.backward([y], [given_stack.by[:4]])
-
-
-def test_frozen_weights_get_no_gradient_and_pass_it_on() -> None:
-    given_stack = Windowed(2, 8, 3, 6, chunk=4)
-    frozen = torch.nn.Parameter(given_stack.layers[0].w_hh.detach(), requires_grad=False)
-    given_stack.layers[0] = given_stack.layers[0]._replace(w_hh=frozen)
-    trained = [weight for weight in given_stack.weights if weight.requires_grad]
-    x = given_stack.x.clone().requires_grad_()
-    y, _ = wave.run(x, given_stack.carries, given_stack.layers, given_stack.masks, None, Wave(SHAPE, 1, 8))
-    expected = torch.autograd.grad(y, trained, given_stack.by)
-    with deferring(given_stack.deferred):
-        y0, left = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
-        entered = detached(left)
-        y1, _ = given_stack.part(1, entered, given_stack.x[4:], 4)
-        deferred_gradients.backward([y1], [given_stack.by[4:]])
-        deferred_gradients.backward([y0, left[0].h], [given_stack.by[:4], entered[0].h.grad])
-    given_stack.deferred.flush()
-    assert frozen.grad is None
     for weight, other in zip(trained, expected, strict=True):
         torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
 

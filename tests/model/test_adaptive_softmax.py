@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from carrywave.errors import SpecError, UserError
+from carrywave.errors import UserError
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.scoring import IGNORED
 from carrywave.plan.units import Units
@@ -43,23 +43,10 @@ def test_loss_and_gradients_are_those_of_torch(most: int) -> None:
         torch.testing.assert_close(mine.grad, torch.zeros_like(mine) if other.grad is None else other.grad, msg=name)
 
 
-def test_its_output_is_the_log_probability_of_every_class() -> None:
-    ours, theirs = heads()
-    y = torch.randn(STEPS, LANES, WIDTH, dtype=torch.float64)
-    torch.testing.assert_close(ours(y).flatten(0, 1), theirs.log_prob(y.flatten(0, 1)))
-    target = torch.randint(CLASSES, (STEPS, LANES))
-    torch.testing.assert_close(ours.score(ours(y), target), ours.loss(y, target))
-
-
 @pytest.mark.parametrize("cutoffs", [[], [0, 5], [7, 5], [5, CLASSES]])
 def test_cutoffs_that_divide_nothing_are_refused(cutoffs: list[int]) -> None:
     with pytest.raises(UserError, match=r"do not divide 30 classes; list increasing numbers from 1 to 29"):
         AdaptiveSoftmax(WIDTH, CLASSES, cutoffs)
-
-
-def test_more_clusters_than_a_narrow_layer_has_room_for_are_refused() -> None:
-    with pytest.raises(UserError, match=r"2 clusters cannot each be 4 times narrower than the last, from 8; use fewer cutoffs"):
-        AdaptiveSoftmax(8, CLASSES, CUTOFFS)
 
 
 def test_the_planner_counts_its_parameters() -> None:
@@ -67,14 +54,3 @@ def test_the_planner_counts_its_parameters() -> None:
     head = Units.of(spec, DataFacts(vocabulary=CLASSES)).units[-1]
     own = AdaptiveSoftmax(WIDTH, CLASSES, spec.model.cutoffs_of(CLASSES))
     assert head.parameters == sum(each.numel() for each in own.parameters())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"model": {"softmax": "adaptive", "tie": True}}, "tie needs one matrix for all tokens"),
-    ],
-)
-def test_a_spec_that_contradicts_itself_is_refused(given: dict[str, object], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        parse(given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,28 +59,6 @@ def test_without_gradients_it_is_the_definition(
     assert type(found[1]) is type(expected[1])
 
 
-def test_which_library_runs_it(calls: list[str]) -> None:
-    lstm, gru, rnn, wide = cw.LSTM(3, 4), cw.GRU(3, 4), cw.RNN(3, 4), cw.LSTM(400, 400)
-    for layers, steps, trains, expected in (
-        (lstm, 2, True, ["lstm"]),  # two steps are not worth oneDNN's preparation of the weights
-        (lstm, 3, True, ["lstm on oneDNN"]),
-        (lstm, 3, False, ["lstm on oneDNN"]),
-        (wide, 9, True, []),  # so are more, if there is much to prepare
-        (wide, 9, False, ["lstm on oneDNN"]),
-        (wide, 32, True, ["lstm on oneDNN"]),
-        (gru, 2, True, ["gru"]),
-        (gru, 3, True, []),  # a backward of ours is faster
-        (gru, 3, False, ["gru"]),
-        (rnn, 9, True, ["rnn_tanh"]),
-        (cw.LSTM(3, 4, dtype=DOUBLE), 3, False, ["lstm"]),
-        (cw.LSTM(3, 4, dtype=DOUBLE), 3, True, []),
-    ):
-        calls.clear()
-        with torch.set_grad_enabled(trains):
-            layers(torch.zeros(steps, 1, layers.input_size, dtype=layers.dtype))
-        assert calls == expected, (layers, steps, trains)
-
-
 @pytest.mark.parametrize(
     ("options", "given"),
     [
@@ -112,15 +89,6 @@ def test_what_only_ours_do_stays_here(options: dict[str, Any], given: dict[str, 
     assert calls == []
     cw.LSTM(3, 4, 2, dropout=0.1, weight_drop=0.1).eval()(torch.zeros(2, 2, 3), key=random.key(1))
     assert calls == ["lstm"]
-
-
-def test_a_cell_made_from_ours_has_a_step_of_its_own(calls: list[str]) -> None:
-    class Linear(cw.Recurrent):
-        cell = replace(cw.RNN.cell, step=lambda gates, carry, weights: (gates + weights.recurrent(carry[0]),))
-
-    layers, x = Linear(3, 4, bias=False, dtype=DOUBLE), numbers(1, 2, 3)
-    assert calls == []
-    torch.testing.assert_close(layers(x)[0], x @ layers.weight_ih_l0.T)
 
 
 def state(kind: Any, *shape: int, dtype: torch.dtype = torch.float32) -> Any:

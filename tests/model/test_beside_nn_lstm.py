@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -247,83 +246,12 @@ def test_vmap_goes_where_nn_lstm_does_not() -> None:
     torch.testing.assert_close({name: each.sum(0) for name, each in of_each.items()}, whole, **TOLERANCE)
 
 
-@pytest.mark.parametrize("both_ways", [False, True], ids=["forward", "both ways"])
-def test_vmap_over_lengths(both_ways: bool) -> None:
-    lstm = cw.LSTM(2, 3, bidirectional=both_ways, dtype=DOUBLE)
-    x, lengths = numbers(4, 5, 2, 2), torch.tensor([[5, 0], [1, 4], [3, 3], [2, 5]])
-
-    def loss(x: Tensor, lengths: Tensor) -> Tensor:
-        y, (h, c) = lstm(x, lengths=lengths)
-        return y.square().sum() + h.square().sum() + c.square().sum()
-
-    expected = torch.stack([loss(*each) for each in zip(x, lengths, strict=True)])
-    torch.testing.assert_close(torch.func.vmap(loss)(x, lengths), expected, **TOLERANCE)
-    slopes = torch.stack([torch.func.grad(loss)(*each) for each in zip(x, lengths, strict=True)])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x, lengths), slopes, **TOLERANCE)
-    with pytest.raises(UserError, match=r"lengths range from 1 to 6; they must be between 0 and the 5 steps of x"):
-        torch.func.vmap(loss)(x, lengths + 1)
-
-
-@pytest.mark.parametrize("lengths", [None, [4, 1]])
-def test_the_hessian_of_the_weights_of_a_stack(lengths: list[int] | None) -> None:
-    found = []
-    for kernel in ("auto", "reference"):
-        lstm = made(cw.LSTM, 2, 2, 2, kernel=kernel, layer_norm=True, dropout=0.5)
-        given, key = weights_of(lstm), torch.tensor([3, 4], dtype=torch.int32)
-
-        def total(w_hh: Tensor, lstm: Any = lstm, given: Any = given, key: Any = key) -> Tensor:
-            y, _ = functional_call(lstm, {**given, "weight_hh_l0": w_hh}, (numbers(4, 2, 2), None, lengths, key))
-            result: Tensor = y.sum()
-            return result
-
-        found.append(hessian(total, given["weight_hh_l0"]))
-    assert bool((found[0] != 0).any())
-    torch.testing.assert_close(found[0], found[1], **TOLERANCE)
-
-
 def refused(doing: Callable[[], Any]) -> str:
     with pytest.raises(UserError) as caught:
         doing()
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64])
-def test_input_of_another_dtype_is_refused_as_by_nn_lstm(dtype: torch.dtype) -> None:
-    x = torch.ones(5, 2, 3).to(dtype)
-    with pytest.raises(ValueError, match="does not match weight dtype"):
-        nn.LSTM(3, 4)(x)
-    message = refused(lambda: cw.LSTM(3, 4)(x))
-    assert message.startswith(f"LSTM got x in {dtype}, but its weights are in torch.float32; use x.to(torch.float32)")
-    assert ("embedding" in message) == (not x.is_floating_point())
-
-
-def test_autocast_takes_what_it_casts_and_nothing_longer() -> None:
-    lstm, x = cw.LSTM(3, 4), torch.randn(5, 2, 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, carry = lstm(x)
-        assert y.dtype == torch.bfloat16
-        y, _ = lstm(x.bfloat16(), carry)
-        assert y.dtype == torch.bfloat16
-        assert "x in torch.float64" in refused(lambda: lstm(x.double()))
-        assert "x in torch.int64" in refused(lambda: lstm(x.long()))
-        assert "a carry in torch.float64" in refused(lambda: lstm(x, (torch.zeros(1, 2, 4).double(),) * 2))
-
-
-def test_backward_inside_autocast_gives_what_it_gives_outside() -> None:
-    lstm, x = cw.LSTM(3, 4), torch.randn(5, 2, 3)
-    found = []
-    for inside in (False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = lstm(x)[0].float().square().sum()
-            if inside:
-                loss.backward()  # type: ignore[no-untyped-call]
-        if not inside:
-            loss.backward()  # type: ignore[no-untyped-call]
-        found.append([p.grad for p in lstm.parameters()])
-        lstm.zero_grad()
-    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_an_export_takes_lengths_that_are_known_later() -> None:
@@ -339,15 +267,6 @@ def test_an_export_takes_lengths_that_are_known_later() -> None:
     exported = torch.export.export(outer, (x, torch.tensor([5, 3]))).module()
     for lengths in (torch.tensor([5, 3]), torch.tensor([2, 4])):
         torch.testing.assert_close(exported(x, lengths), outer(x, lengths))
-
-
-def test_a_carry_of_another_dtype_is_refused() -> None:
-    long, short = (torch.zeros(1, 2, 4, dtype=DOUBLE),) * 2, (torch.zeros(1, 2, 4),) * 2
-    message = refused(lambda: cw.LSTM(3, 4)(torch.randn(5, 2, 3), long))
-    assert message == "LSTM got a carry in torch.float64, but x in torch.float32; convert both h and c, as in h.to(torch.float32)"
-    assert "a carry in torch.float32" in refused(lambda: cw.LSTM(3, 4, dtype=DOUBLE)(numbers(5, 2, 3), short))
-    y, (_, c) = cw.LSTM(3, 4, dtype=torch.bfloat16)(torch.randn(5, 2, 3).bfloat16(), short)  # c is worth more than x
-    assert (y.dtype, c.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_what_it_does_not_take_is_said_with_the_remedy() -> None:
@@ -366,16 +285,3 @@ def test_what_it_does_not_take_is_said_with_the_remedy() -> None:
     assert "x.to_padded_tensor" in refused(lambda: lstm(torch.nested.nested_tensor([x[:, 0], x[:2, 0]], layout=torch.jagged)))
     wrong: Any = 4.0
     assert refused(lambda: cw.LSTM(3, wrong)) == "hidden_size=4.0 must be a whole number"
-
-
-def test_sizes_may_be_numbers_of_numpy() -> None:
-    lstm = cw.LSTM(np.int64(3), np.int32(4), np.int64(2))  # type: ignore[arg-type]
-    assert lstm.hidden_size == 4
-    assert type(lstm.hidden_size) is int
-    assert repr(lstm) == "LSTM(3, 4, num_layers=2)"
-
-
-def test_it_is_shown_as_nn_lstm_is() -> None:
-    for options in ({}, {"num_layers": 2, "bias": False, "batch_first": True, "dropout": 0.5, "bidirectional": True, "proj_size": 2}):
-        assert repr(cw.LSTM(3, 4, **options)) == repr(nn.LSTM(3, 4, **options))  # type: ignore[arg-type]
-    assert repr(cw.LSTM(3, [4, 5], locked=True, kernel="aten")) == "LSTM(3, (4, 5), num_layers=2, locked=True, kernel='aten')"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import carrywave as cw
 from carrywave.kernels import random
 from carrywave.model.dropout import Dropout
 from carrywave.model.lstm import LSTM
@@ -87,22 +86,6 @@ def test_a_compiled_step_is_the_step(case: str, backend: str, whole: bool) -> No
     expected, got = (trained(each, *CASES[case], whole=whole) for each in (None, backend))
     # The same operations, but for the kernels of the layer, which add in another order.
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", [cw.LSTM, cw.GRU, cw.RNN])
-@pytest.mark.parametrize("steps", [2, 40])
-def test_layers_alone_are_compiled_and_trained_in_float32(kind: Any, steps: int) -> None:
-    """torch's function had become an operation without a gradient."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    layers, x = kind(4, 8), torch.randn(steps, 3, 4)
-    found = []
-    for each in (layers, torch.compile(layers, backend="aot_eager")):
-        layers.zero_grad()
-        y, _ = each(x)
-        y.square().sum().backward()
-        found.append([y.detach(), *(parameter.grad for parameter in layers.parameters())])
-    assert all(torch.equal(*both) for both in zip(*found, strict=True))
 
 
 @pytest.mark.slow

@@ -32,50 +32,12 @@ def test_mask_belongs_to_time_lane_and_unit(locked: bool) -> None:
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
 
-def test_sites_differ_by_name() -> None:
-    with random.Scope(KEY, torch.arange(4), 0):
-        assert not torch.equal(Dropout(0.5, name="a")(ones(3, 4, 9)), Dropout(0.5, name="b")(ones(3, 4, 9)))
-
-
 def test_pooled_scope_has_no_time() -> None:
     dropout = Dropout(0.5, name="head")
     with random.Scope(KEY, torch.tensor([3, 5]), 0, pooled=True):
         pooled = dropout(ones(2, 9))
     with random.Scope(KEY, torch.tensor([5]), 0, pooled=True):
         assert torch.equal(dropout(ones(1, 9))[0], pooled[1])
-
-
-def test_without_scope_torch_seed_repeats_it() -> None:
-    dropout = Dropout(0.5)
-    torch.manual_seed(0)
-    first, second = dropout(ones(3, 4, 9)), dropout(ones(3, 4, 9))
-    torch.manual_seed(0)
-    assert torch.equal(dropout(ones(3, 4, 9)), first)
-    assert not torch.equal(first, second)
-
-
-def test_evaluation_and_zero_share_leave_x_alone() -> None:
-    x = ones(2, 3, 4)
-    assert Dropout(0.5).eval()(x) is x
-    assert Dropout(0.0)(x) is x
-
-
-def test_shape_without_lanes_is_refused_in_a_part_of_a_batch() -> None:
-    message = r"dropout flat got x of shape \[12, 9\] for 4 lanes, a part of the batch; keep x as \[time, lane, …\]"
-    with random.Scope(KEY, torch.arange(4), 0), pytest.raises(UserError, match=message):
-        Dropout(0.5, name="flat")(ones(12, 9))
-
-
-@pytest.mark.parametrize("shape", [(12, 9), (4, 3, 9), (108,)], ids=["flat", "lanes first", "one axis"])
-def test_a_whole_batch_is_dropped_in_any_shape(shape: tuple[int, ...]) -> None:
-    flat = Dropout(0.5, name="flat")
-    found = []
-    for _ in range(2):
-        with random.Scope(KEY, torch.arange(4), 0, whole=True):
-            found.append(flat(ones(*shape)))
-    assert torch.equal(*found)
-    assert set(found[0].unique().tolist()) == {0.0, 2.0}
-    assert flat(ones(*shape)).shape == shape  # outside any scope
 
 
 def test_dropout_of_everything_is_refused() -> None:
@@ -109,14 +71,6 @@ def test_a_keyed_dropout_is_the_users_own_object_and_one_of_torch() -> None:
     assert torch.equal(net(ones(3, 4, 9)), ones(3, 4, 9))
 
 
-def test_what_encoder_and_head_share_draws_other_numbers_in_each() -> None:
-    drop, x = Dropout(0.5, name="encoder.drop"), ones(3, 4, 9)
-    with random.Scope(KEY, torch.arange(4)):
-        first = drop(x)
-    with random.Scope(KEY, torch.arange(4), part="head"):
-        assert not torch.equal(drop(x), first)
-
-
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -145,15 +99,6 @@ def test_torch_dropout_becomes_keyed_by_its_path() -> None:
         whole = encoder(x)
     with random.Scope(KEY, torch.arange(1, 3), 2):
         assert torch.equal(encoder(x[2:, 1:]), whole[2:, 1:])
-
-
-def test_a_dropout_that_is_the_module_itself() -> None:
-    replaced = keyed(nn.Dropout(0.3).eval(), "head")
-    assert isinstance(replaced, Dropout)
-    assert (replaced.name, replaced.training) == ("head", False)
-    named = Dropout(0.3, name="mine")
-    assert keyed(named, "head") is named
-    assert named.name == "mine"
 
 
 @pytest.mark.parametrize(

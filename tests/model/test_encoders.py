@@ -10,12 +10,6 @@ from carrywave.kernels import random
 from carrywave.model.encoders import Embedding, Numbers
 
 
-def test_embedding_reads_rows() -> None:
-    encoder = Embedding(5, 3)
-    tokens = torch.tensor([[0, 4], [2, 2]])
-    assert torch.equal(encoder(tokens), encoder.weight[tokens])
-
-
 def test_words_are_dropped_by_row_wherever_they_stand() -> None:
     encoder = Embedding(50, 3, dropout_words=0.5, dtype=torch.float64)
     tokens = torch.randint(50, (30, 4), generator=torch.Generator().manual_seed(0))
@@ -31,24 +25,8 @@ def test_words_are_dropped_by_row_wherever_they_stand() -> None:
     assert torch.equal(encoder.eval()(tokens), encoder.weight[tokens])
 
 
-def test_word_dropout_without_scope_follows_torch_seed() -> None:
-    encoder = Embedding(50, 3, dropout_words=0.5)
-    tokens = torch.arange(50)[:, None]
-    torch.manual_seed(2)
-    first = encoder(tokens)
-    assert not torch.equal(encoder(tokens), first)
-    torch.manual_seed(2)
-    assert torch.equal(encoder(tokens), first)
-
-
 def test_numbers_pass_and_are_counted() -> None:
     x = torch.randn(2, 3, 4)
     assert Numbers(4)(x) is x
     with pytest.raises(UserError, match="a step has 4 features, but the model reads 5"):
         Numbers(5)(x)
-
-
-@pytest.mark.parametrize("make", [lambda: Embedding(0, 3), lambda: Embedding(3, 0), lambda: Embedding(3, 3, 1.0), lambda: Numbers(0)])
-def test_empty_encoders_are_refused(make: object) -> None:
-    with pytest.raises(UserError):
-        make()  # type: ignore[operator]

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 import carrywave as cw
 from carrywave.errors import PlanError, UserError
-from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Softmax
 from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.initialization import initialize
@@ -65,18 +64,6 @@ def test_a_padded_lane_gives_what_its_sequence_gives_alone(
             torch.testing.assert_close(y[: after[lane], lane], _alone(front, x[:length, lane]), rtol=1e-11, atol=1e-12)
 
 
-def test_a_model_alone_and_in_a_padded_batch() -> None:
-    torch.manual_seed(1)
-    model = cw.Model(_front([(4, 5, 2), (6, 3, 2)]), cw.LSTM(6, 5, bidirectional=True), PooledSoftmax(10, 3, "mean_max")).double()
-    x, lengths = torch.randn(21, 3, 3, dtype=DOUBLE), [21, 9, 2]
-    y, state = model(x, lengths=lengths)
-    assert len(y) == 6
-    together = model.output(y, state)
-    for lane, length in enumerate(lengths):
-        y, state = model(x[:length, lane : lane + 1])
-        torch.testing.assert_close(model.output(y, state)[0], together[lane], rtol=1e-12, atol=1e-13)
-
-
 def test_weights_are_keyed_and_complete() -> None:
     models = [cw.Model(_front([(4, 5, 2)]), cw.LSTM(4, 5), PooledSoftmax(5, 3, "attention")) for _ in range(2)]
     assert [initialize(model, 3) for model in models] == [(), ()]
@@ -88,16 +75,6 @@ def test_weights_are_keyed_and_complete() -> None:
     convolution = encoder.convolutions[0]
     assert isinstance(convolution, nn.Conv1d)
     assert 0.8 * bound < convolution.weight.abs().max() <= bound
-
-
-def test_tokens_are_embedded_first() -> None:
-    model = cw.Model(_front([(4, 3, 2)], Embedding(7, 6).double()), cw.LSTM(4, 5), PooledSoftmax(5, 3)).double()
-    tokens = torch.randint(7, (9, 2))
-    trainer = cw.Trainer(model, {"precision": "fp64"})
-    first = float(trainer.step(cw.Batch.of(tokens, torch.tensor([0, 2]), [9, 4])))
-    assert first > 0
-    with pytest.raises(UserError, match="but the encoder knows 0 to 6"):
-        trainer.step(cw.Batch.of(tokens + 9, torch.tensor([0, 2])))
 
 
 class _EverySecond(nn.Module):
@@ -136,9 +113,3 @@ def _pooled() -> cw.Model:
 def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
     with pytest.raises((UserError, PlanError), match=words):
         make()
-
-
-def test_a_front_of_stride_1_scores_every_step() -> None:
-    model = cw.Model(_front([(4, 3, 1), (5, 5, 1)]), cw.LSTM(5, 6, bidirectional=True), Softmax(12, 3)).double()
-    y, state = model(torch.randn(7, 2, 3, dtype=DOUBLE), lengths=[7, 4])
-    assert model.output(y, state).shape == (7, 2, 3)

@@ -14,8 +14,7 @@ from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Sigmoid, Softmax, tie
 from carrywave.model.heads.forecast import Forecast
-from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
-from carrywave.model.over_time.pooling import POOLS
+from carrywave.model.heads.pooled import PooledNumbers, PooledSoftmax
 
 DOUBLE = torch.float64
 
@@ -78,48 +77,6 @@ def test_several_labels_sum_binary_cross_entropies_over_labels_and_count_steps(w
     torch.testing.assert_close(plain, errors[real].sum(), rtol=1e-12, atol=0)
 
 
-def test_several_labels_for_each_sequence_read_what_was_pooled() -> None:
-    head = PooledSigmoid(3, 4, "mean").double()
-    y, target = numbers(5, 2, 3), torch.tensor([[1.0, 0.0, 1.0, 1.0], [torch.nan] * 4], dtype=DOUBLE)
-    total, count = head.loss(head.pool(y, torch.tensor([5, 2]), head.start(2)), target)
-    assert count == 1
-    expected = binary_cross_entropy_with_logits(linear(y[:, 0].mean(0), head.weight, head.bias), target[0], reduction="sum")
-    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
-    (gradient,) = torch.autograd.grad(total, y)
-    assert not gradient[:, 1].any()
-
-
-def test_softmax_without_any_target_is_zero() -> None:
-    y = numbers(2, 2, 3)
-    total, count = Softmax(3, 4).double().loss(y, torch.full((2, 2), -100))
-    assert (total.item(), count.item()) == (0.0, 0.0)
-    assert not torch.autograd.grad(total, y)[0].any()
-
-
-def test_losses_are_float32_at_least() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        total, count = Softmax(3, 4).loss(torch.randn(2, 2, 3), torch.zeros(2, 2, dtype=torch.int64))
-        forecast, _ = Forecast(3, 2, 1).loss(torch.randn(2, 2, 3), torch.zeros(2, 2, 2, 1))
-        quantile, _ = Forecast(3, 2, 1, (0.1, 0.9)).loss(torch.randn(2, 2, 3), torch.zeros(2, 2, 2, 1))
-        head = PooledSoftmax(3, 4)
-        pooled, _ = head.loss(head.start(2), torch.tensor([0, 1]))
-    assert {each.dtype for each in (total, count, forecast, quantile, pooled)} == {torch.float32}
-
-
-def test_class_weights_travel_with_the_state() -> None:
-    head = Softmax(3, 2, weights=torch.tensor([1.0, 3.0]))
-    other = Softmax(3, 2, weights=torch.ones(2))
-    other.load_state_dict(head.state_dict())
-    assert other.weights is not None
-    assert other.weights.tolist() == [1.0, 3.0]
-
-
-@pytest.mark.parametrize("weights", [torch.ones(3), torch.tensor([1.0, -1.0]), torch.tensor([1.0, torch.nan])])
-def test_class_weights_that_do_not_fit_are_refused(weights: Tensor) -> None:
-    with pytest.raises(UserError, match="2 classes"):
-        PooledSoftmax(3, 2, weights=weights)
-
-
 def test_tie_shares_one_parameter() -> None:
     embedding, head = Embedding(7, 3), Softmax(3, 7)
     tie(head, embedding)
@@ -129,29 +86,6 @@ def test_tie_shares_one_parameter() -> None:
         tie(Softmax(4, 7), embedding)
     with pytest.raises(UserError, match="does not match 7 classes x width 4"):
         Softmax(4, 7, tied=embedding.weight)
-
-
-def test_last_of_two_directions_takes_each_where_it_ends() -> None:
-    head = PooledSoftmax(4, 3, "last", bidirectional=True).double()
-    y = torch.arange(24, dtype=DOUBLE).view(3, 2, 4)
-    acc = head.pool(y[:2], torch.tensor([2, 2]), head.start(2, DOUBLE))
-    acc = head.pool(y[2:], torch.tensor([1, 0]), acc)
-    assert acc[0].tolist() == [[*y[2, 0, :2].tolist(), *y[0, 0, 2:].tolist()], [*y[1, 1, :2].tolist(), *y[0, 1, 2:].tolist()]]
-
-
-def test_pooled_padding_gets_no_gradient() -> None:
-    for pool in POOLS:
-        head = PooledSoftmax(4, 3, pool).double()
-        y = torch.arange(24, dtype=DOUBLE).view(3, 2, 4).requires_grad_()  # increasing, so that step 1 is the maximum of the first lane
-        dirty = torch.where(torch.tensor([False, False, True])[:, None, None], torch.nan, y)
-        total, count = head.loss(head.pool(dirty, torch.tensor([2, 0]), head.start(2, DOUBLE)), torch.tensor([1, -100]))
-        gradient, *others = torch.autograd.grad(total, [y, *head.parameters()])
-        assert all(each.isfinite().all() for each in others)
-        assert count.item() == 1
-        assert gradient.isfinite().all()
-        assert gradient[1, 0].all()
-        assert not gradient[:, 1].any()
-        assert not gradient[2].any()
 
 
 @pytest.mark.parametrize("kind", ["mse", "mae"])
@@ -207,23 +141,6 @@ def test_quantiles_rise_and_pay_pinball() -> None:
     (gradient,) = torch.autograd.grad(total, y)
     assert gradient.isfinite().all()
     assert not gradient[0, 0].any()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Forecast(3, 2, 1, (0.5, 0.1)),
-        lambda: Forecast(3, 2, 1, (0.0, 0.5)),
-        lambda: Forecast(3, 2, 1, ()),
-        lambda: Forecast(3, 2, 1, loss="mape"),
-        lambda: PooledNumbers(3, 2, "first"),
-        lambda: PooledNumbers(3, 2, loss="huber"),
-        lambda: PooledSoftmax(3, 2, bidirectional=True),
-    ],
-)
-def test_heads_refuse_what_they_do_not_know(make: Any) -> None:
-    with pytest.raises(UserError):
-        make()
 
 
 @pytest.mark.parametrize("kind", ["forecast", "pooled"])

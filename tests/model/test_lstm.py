@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from carrywave.errors import PlanError, UserError
+from carrywave.errors import UserError
 from carrywave.kernels import random
-from carrywave.kernels.carry import Carry
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 
@@ -88,23 +87,6 @@ def test_state_dict_goes_both_ways(options: dict[str, Any]) -> None:
     mine.load_state_dict(nn.LSTM(3, 4, **options).state_dict())
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("kernel", ["auto", "aten", "reference"])
-def test_lengths_equal_packing(kernel: str, bidirectional: bool) -> None:
-    mine, theirs = twins(3, 4, 2, True, False, 0.0, bidirectional)
-    mine.kernel = kernel
-    lengths = torch.tensor([5, 2, 4, 1])
-    x = torch.randn(5, 4, 3, dtype=DOUBLE)
-    padding = (torch.arange(5)[:, None] >= lengths)[..., None]
-    clean = x.clone().requires_grad_()
-    packed, carry = theirs(nn.utils.rnn.pack_padded_sequence(clean, lengths, enforce_sorted=False))
-    expected = nn.utils.rnn.pad_packed_sequence(packed)[0], carry
-    dirty = torch.where(padding, torch.nan, x).requires_grad_()
-    got = mine(dirty, None, lengths)
-    torch.testing.assert_close((got[0], tuple(got[1])), expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(gradients(mine, got, dirty), gradients(theirs, expected, clean), rtol=1e-10, atol=1e-11)
-
-
 @pytest.mark.parametrize("kernel", ["auto", "aten"])
 def test_dropout_between_layers_is_keyed_and_only_in_training(kernel: str) -> None:
     lstm = LSTM(3, 4, 3, dropout=0.5, kernel=kernel, dtype=DOUBLE)
@@ -120,52 +102,6 @@ def test_dropout_between_layers_is_keyed_and_only_in_training(kernel: str) -> No
     torch.testing.assert_close(torch.cat((half, rest)), first, rtol=0, atol=1e-12)
     lstm.eval()
     assert torch.equal(lstm(x, key=key)[0], lstm(x)[0])
-
-
-def test_without_a_key_the_scope_gives_one_then_torch() -> None:
-    lstm = LSTM(3, 4, 2, dropout=0.5, dtype=DOUBLE)
-    x = torch.randn(4, 2, 3, dtype=DOUBLE)
-    given_key = lstm(x, key=random.key(9), lanes=torch.tensor([5, 6]), start=7)[0]
-    with random.Scope(random.key(9), torch.tensor([5, 6]), 7):
-        assert torch.equal(lstm(x)[0], given_key)
-    torch.manual_seed(1)
-    first, second = lstm(x)[0], lstm(x)[0]
-    torch.manual_seed(1)
-    assert torch.equal(lstm(x)[0], first)
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_weight_drop_is_one_mask_for_all_chunks(bidirectional: bool) -> None:
-    lstm = LSTM(3, 4, 2, weight_drop=0.5, bidirectional=bidirectional, dtype=DOUBLE)
-    x, key = torch.randn(6, 2, 3, dtype=DOUBLE), random.key(4)
-    plain = LSTM(3, 4, 2, bidirectional=bidirectional, dtype=DOUBLE)
-    plain.load_state_dict(lstm.state_dict())
-    masks = set()
-    with torch.no_grad():
-        for name, weight in plain.named_parameters():
-            if "weight_hh" in name:
-                site = random.fold(key, random.site(f"lstm.{name}.drop"))
-                mask = random.keep(site, 0.5, torch.arange(16)[:, None], torch.arange(4), dtype=DOUBLE)
-                masks.add(str(mask))
-                weight.mul_(mask)
-    assert len(masks) == 2 * lstm.directions
-    whole = lstm(x, key=key)[0]
-    torch.testing.assert_close(whole, plain(x)[0], rtol=0, atol=1e-13)
-    if not bidirectional:
-        first, carry = lstm(x[:2], key=key)
-        torch.testing.assert_close(torch.cat((first, lstm(x[2:], carry, key=key, start=2)[0])), whole, rtol=0, atol=1e-12)
-    lstm.eval()
-    assert not torch.equal(lstm(x, key=key)[0], whole)
-
-
-def test_dropped_recurrent_weights_get_no_gradient() -> None:
-    lstm = LSTM(3, 4, weight_drop=0.5, dtype=DOUBLE)
-    lstm(torch.randn(6, 2, 3, dtype=DOUBLE), key=random.key(4))[0].sum().backward()
-    mask = lstm.weights(0, random.key(4))[0].w_hh
-    weight = lstm.get_parameter("weight_hh_l0")
-    assert weight.grad is not None
-    assert torch.equal(weight.grad == 0, mask == 0)
 
 
 def test_learned_carry_starts_fresh_lanes_and_is_trained() -> None:
@@ -184,28 +120,6 @@ def test_learned_carry_starts_fresh_lanes_and_is_trained() -> None:
     assert all(
         parameter.grad is not None and parameter.grad.any() for name, parameter in lstm.named_parameters() if name.startswith("carry")
     )
-
-
-def test_fresh_lanes_start_from_zero_whatever_the_carry_holds() -> None:
-    lstm = LSTM(3, 4, 2, dtype=DOUBLE)
-    x = torch.randn(3, 2, 3, dtype=DOUBLE)
-    dirty = Carry(torch.full((2, 2, 4), torch.nan, dtype=DOUBLE), torch.full((2, 2, 4), torch.nan, dtype=DOUBLE))
-    y, _ = lstm(x, dirty, fresh=torch.tensor([True, True]))
-    assert torch.equal(y, lstm(x)[0])
-    y.sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in lstm.parameters())
-
-
-def test_widths_of_their_own() -> None:
-    lstm = LSTM(3, [4, 6, 5], bidirectional=True, dtype=DOUBLE)
-    assert [lstm.outputs(layer) for layer in range(3)] == [8, 12, 10]
-    assert lstm.output_size == 10
-    y, carry = lstm(torch.randn(2, 4, 3, dtype=DOUBLE))
-    assert y.shape == (2, 4, 10)
-    assert [tuple(each[0].shape) for each in carry] == [(2, 4, 4), (2, 4, 6), (2, 4, 5)]
-    unbatched, carry = lstm(torch.randn(2, 3, dtype=DOUBLE))
-    assert unbatched.shape == (2, 10)
-    assert lstm(torch.randn(2, 3, dtype=DOUBLE), carry)[0].shape == (2, 10)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +147,6 @@ def test_widths_of_their_own() -> None:
 def test_mistakes_are_named(make: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()
-
-
-def test_unknown_kernel_is_refused() -> None:
-    with pytest.raises(PlanError, match="kernel=cuda is not a backend"):
-        LSTM(3, 4, kernel="cuda")
 
 
 class Steps(nn.Module):
@@ -269,15 +178,3 @@ def test_what_is_given_for_each_lane_is_not_broadcast(wrapped: bool, arguments: 
     call: nn.Module = Model(nn.Identity(), lstm, Steps()) if wrapped else lstm
     with pytest.raises(UserError, match=said):
         call(torch.randn(5, 4, 3), **arguments)
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["LSTM", "Model"])
-def test_fresh_lanes_may_be_listed(wrapped: bool) -> None:
-    torch.manual_seed(0)
-    lstm = LSTM(3, 4)
-    call: nn.Module = Model(nn.Identity(), lstm, Steps()) if wrapped else lstm
-    x, flags = torch.randn(5, 4, 3), [True, False, False, True]
-    begin, state = call(x)
-    again = call(x, state, fresh=flags)[0]
-    assert torch.equal(again, call(x, state, fresh=torch.tensor(flags))[0])
-    assert [torch.equal(again[:, lane], begin[:, lane]) for lane in range(4)] == flags

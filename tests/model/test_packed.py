@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import carrywave as cw
 from carrywave.errors import UserError
@@ -42,17 +42,6 @@ def test_beside_nn_lstm(options: dict[str, Any], ordered: bool) -> None:
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, **CLOSE)
     torch.testing.assert_close(pad_packed_sequence(given[1])[0], pad_packed_sequence(given[0])[0], **CLOSE)
-
-
-def test_without_a_carry_and_by_nn_lstms_name() -> None:
-    sequences = [torch.randn(length, 3, dtype=torch.float64) for length in (2, 5, 3)]
-    theirs = nn.LSTM(3, 4).double()
-    ours = cw.LSTM(3, 4, dtype=torch.float64)
-    ours.load_state_dict(theirs.state_dict())
-    packed = pack_sequence(sequences, enforce_sorted=False)
-    (y, (h, _)), (wanted, (wanted_h, _)) = ours(input=packed), theirs(packed)
-    torch.testing.assert_close(y.data, wanted.data, **CLOSE)
-    torch.testing.assert_close(h, wanted_h, **CLOSE)
 
 
 def test_a_batch_of_packed_sequences() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,6 @@ def test_a_token_that_is_not_there_is_looked_up_in_lower_case(tmp_path: Path) ->
     assert weight.tolist() == [[1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]]
 
 
-def test_reads_gzip(tmp_path: Path) -> None:
-    path = tmp_path / "vectors.txt.gz"
-    path.write_bytes(gzip.compress(b"cat 1 2\n"))
-    assert load(path)[0] == 1
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -60,14 +53,3 @@ def test_wrong_lines_are_named_and_nothing_is_changed(tmp_path: Path, content: b
     with pytest.raises(DataError, match=message):
         load_pretrained(path, WORDS, weight)
     assert not weight.any()
-
-
-def test_missing_file_and_small_matrix(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        load(tmp_path / "none.txt")
-    cut = tmp_path / "cut.gz"
-    cut.write_bytes(gzip.compress(b"cat 1 2\n" * 100)[:-10])
-    with pytest.raises(DataError, match="cannot be read"):
-        load(cut)
-    with pytest.raises(DataError, match="3 rows for a vocabulary of 4"):
-        load_pretrained(tmp_path / "none.txt", WORDS, torch.zeros(3, 2))

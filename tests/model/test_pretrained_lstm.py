@@ -11,7 +11,7 @@ from torch import nn
 
 import carrywave as cw
 from carrywave.errors import DataError
-from carrywave.model.pretrained.layers import holds_layers, load_lstm, one_stack, read_lstm
+from carrywave.model.pretrained.layers import holds_layers, load_lstm, read_lstm
 
 
 def test_the_only_lstm_of_a_model_is_found_whatever_its_name(tmp_path: Path) -> None:
@@ -70,13 +70,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(theirs: nn.Module, sai
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
 
 
-def test_numbers_that_are_not_finite_are_refused() -> None:
-    state = nn.LSTM(3, 4).state_dict()
-    state["weight_hh_l0"][1, 1] = torch.nan
-    with pytest.raises(DataError, match="weight_hh_l0 has numbers that are not finite; use other weights"):
-        load_lstm(cw.LSTM(3, 4), state)
-
-
 def test_files_are_told_by_their_names(tmp_path: Path) -> None:
     assert [holds_layers(name) for name in ("a.safetensors", "a.weights.h5", "A.KERAS", "glove.txt", "glove.txt.gz")] == [True] * 3 + [
         False
@@ -86,8 +79,3 @@ def test_files_are_told_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     with pytest.raises(DataError, match="is not a valid safetensors file"):
         read_lstm(tmp_path / "bad.safetensors")
-
-
-def test_a_stack_is_read_in_the_order_of_its_numbers() -> None:
-    one = {f"lstm.{number}.weight_ih_l0": torch.full((1,), float(number)) for number in (10, 2, 0)}
-    assert [float(tensor) for _, tensor in sorted(one_stack(one, "it").items())] == [0.0, 2.0, 10.0]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import carrywave as cw
-from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.hopper import persistent
 from carrywave.kernels.hopper.layout import H200
@@ -88,12 +87,6 @@ def test_sequences_in_a_lane_are_what_they_are_alone(name: str, bidirectional: b
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_on_torchs_kernels_too(name: str, bidirectional: bool) -> None:
-    check_split(built(KINDS[name], bidirectional=bidirectional, learned_carry=True), "aten")
-
-
-@pytest.mark.parametrize("name", ["lstm", "gru"])
 @pytest.mark.parametrize(("bidirectional", "noise"), [(True, ""), (False, ""), (False, "training"), (False, "evaluation")])
 def test_on_the_persistent_kernels_too(name: str, bidirectional: bool, noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their launches are replaced by what they define, in float64 (tests/kernels/_in_float64.py)."""
@@ -102,22 +95,3 @@ def test_on_the_persistent_kernels_too(name: str, bidirectional: bool, noise: st
     monkeypatch.setattr(persistent, "_chip", lambda *_: H200)
     options = {"bidirectional": bidirectional, "learned_carry": not noise, **(NOISE if noise else {})}
     check_split(built(KINDS[name], **options).train(noise == "training"), "persistent")
-
-
-def test_resets_lie_as_x_does() -> None:
-    lstm = cw.LSTM(3, 5, batch_first=True)
-    x, resets = torch.randn(5, 7, 3), starts().t()
-    y, _ = lstm(x, resets=resets)
-    torch.testing.assert_close(lstm(x[1], resets=resets[1])[0], y[1])
-    with pytest.raises(UserError, match=r"LSTM got resets of shape \[7, 5\] in torch.bool; .*\[5, 7\]"):
-        lstm(x, resets=resets.t())
-    with pytest.raises(UserError, match=r"in torch.int64; pass true or false"):
-        lstm(x, resets=resets.long())
-
-
-def test_resets_without_any_change_nothing() -> None:
-    lstm = cw.LSTM(3, 5, 2)
-    x = torch.randn(7, 5, 3)
-    for backend in ("manual", "aten", "reference"):
-        lstm.kernel = backend
-        assert torch.equal(lstm(x, resets=torch.zeros(7, 5, dtype=torch.bool))[0], lstm(x)[0])

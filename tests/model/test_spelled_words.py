@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.model.encoders import Embedding
 from carrywave.model.initialization import initialize
@@ -85,10 +84,3 @@ def test_rare_words_are_read_as_the_unknown_one_in_training_alone() -> None:
     assert 15 < int(hidden[40:].sum()) < 45  # of 59, half
     assert torch.equal(got[~hidden], encoder.weight[:99][~hidden])
     assert torch.equal(encoder.eval()(tokens)[:, 0], encoder.weight[:99])
-
-
-def test_what_cannot_be_read_is_refused() -> None:
-    with pytest.raises(UserError, match="even width"):
-        SpelledWords(Embedding(6, 3), "lstm", CODES, LENGTH, 4, 5)
-    with pytest.raises(UserError, match=r"pass \[time, lane, 1 \+ 5\]"):
-        encoder_of("cnn")(torch.zeros(2, 3, 5, dtype=torch.int64))

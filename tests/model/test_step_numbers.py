@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from carrywave.errors import UserError
 from carrywave.model.heads.step_numbers import StepNumbers
 
 sizes = st.integers(1, 5)
@@ -57,16 +56,3 @@ def test_loss_and_gradients_are_those_of_a_loop(
     ):
         assert ours.isfinite().all()
         torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs, rtol=1e-10, atol=1e-12)
-
-
-def test_a_missing_weight_beside_a_missing_target_is_no_harm() -> None:
-    head = StepNumbers(2, 1, "nse")
-    y = torch.zeros(2, 1, 2, requires_grad=True)
-    total, count = head.loss(y, torch.tensor([[[[1.0, 4.0]]], [[[torch.nan, torch.nan]]]]))
-    assert (float(total.detach()), float(count)) == (4.0, 1.0)
-    assert torch.autograd.grad(total, y)[0].isfinite().all()
-
-
-def test_an_unknown_loss() -> None:
-    with pytest.raises(UserError, match="loss=huber is unknown; use mse, mae or nse"):
-        StepNumbers(2, 1, "huber")

@@ -192,29 +192,3 @@ def test_whole_sequences_have_a_weight_each(name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
     ones = head.loss(y, target, LENGTHS, weights=torch.ones(4))
     torch.testing.assert_close(ones, head.loss(y, target, LENGTHS), rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize("name", ["crf", "ctc"])
-def test_labels_that_are_impossible_do_no_harm_where_the_weight_is_0(name: str) -> None:
-    head, target = whole_head(name)
-    y = torch.randn(5, 4, WIDTH, dtype=torch.float64, requires_grad=True)
-    if name == "crf":
-        target[:2, 1] = torch.tensor([0, 2])  # I after O
-    else:
-        target[1] = torch.tensor([1, 1, 1])  # in three steps
-    assert not head.loss(y, target, LENGTHS)[0].isfinite()
-    total, _ = head.loss(y, target, LENGTHS, weights=torch.tensor([1.0, 0.0, 1.0, 1.0]))
-    assert total.isfinite()
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(total, [y, *head.parameters()]))
-
-
-@pytest.mark.parametrize("name", [name for name in HEADS if "pooled" not in name and name not in ("numbers", "distribution")])
-def test_what_is_not_finite_where_the_weight_is_0_reaches_nothing(name: str) -> None:
-    generator = torch.Generator().manual_seed(2)
-    head = HEADS[name][0]().double()
-    out = head(torch.randn(3, 2, WIDTH, dtype=torch.float64)).detach()
-    target = targets_of(name, generator, (3, 2))
-    weights = torch.tensor([[1.0, 0.0], [2.0, 0.5], [0.0, 1.0]])
-    expected = head.score(out, target, weights=weights)
-    out[0, 1] = out[2, 0] = torch.inf
-    torch.testing.assert_close(head.score(out, target, weights=weights), expected, rtol=1e-12, atol=0)

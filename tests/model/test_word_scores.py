@@ -47,15 +47,6 @@ def equal(one: str, other: str) -> set[int]:
     return set((found[0, 0, :11] == found[0, 1, :11]).nonzero().flatten().tolist())
 
 
-def test_features_are_the_word_its_ends_and_its_shape() -> None:
-    assert equal("Boston", "Boston") == set(range(11))
-    assert equal("Boston", "boston") == set(range(11)) - {CASED, SHAPE}
-    assert equal("Boston", "Austen") == {SHAPE, ENDINGS[0]}
-    assert equal("1987", "2024") == {SHAPE}
-    assert equal("IBM", "HP") == {SHAPE}  # three capitals in a row count as two
-    assert equal("IBM", "2024") == set()
-
-
 def test_neighbours_are_those_of_the_sentence() -> None:
     """What stands after the end of a lane changes nothing, and a word knows that it is the first or the last."""
     whole = rows(SENTENCE, SENTENCE[:3])
@@ -64,16 +55,6 @@ def test_neighbours_are_those_of_the_sentence() -> None:
     assert not torch.equal(whole[2, 0, list(NEIGHBOURS)], whole[2, 1, list(NEIGHBOURS)])
     assert torch.equal(whole[:1, 0], whole[:1, 1])  # two words on both sides are the same
     assert not torch.equal(rows(["in", "in"])[0, 0], rows(["in", "in"])[1, 0])
-
-
-def test_rows_are_apart() -> None:
-    """As many different ones as a perfect hash of as many values would have, but for a few: of n values in m rows, n²/2m fall together."""
-    words = [first + second + third for first in "abcdefgh" for second in "stuvwxyz" for third in "0123456789"]
-    characters, length = spelling.learn(words, 8)
-    table = WordScores(1 << 18, 3, characters, spelling.FIRST + len(characters), length)
-    found = table.rows(torch.from_numpy(Spelling(characters, length).codes(words)).long()[:, None], torch.tensor([len(words)]))
-    assert len(found[..., WORD].unique()) > len(words) - 5  # 640²/2¹⁹ is 0.8
-    assert len(found.unique()) > 0.98 * sum(len(found[..., feature].unique()) for feature in range(found.shape[-1]))
 
 
 def test_scores_are_sums_of_rows_and_half_are_left_out_in_training() -> None:

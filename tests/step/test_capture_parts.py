@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "one_answer"))
@@ -34,7 +34,6 @@ from carrywave.prediction.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.passes.jobs import FlatCarry, flatten
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.kind import Part
@@ -115,39 +114,6 @@ def test_no_more_shapes_are_held_than_wanted_and_the_oldest_goes() -> None:
     assert capture.held("step") == 0
 
 
-class Odd(nn.Module):
-    """Uses a weight only on long batches, and another one never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.always, self.long, self.never = (nn.Linear(3, 2) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.always(x)
-        return y + self.long(x) if x.shape[0] > 2 else y
-
-    def loss(self, out: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
-
-
-def test_what_has_no_gradient_is_left_alone() -> None:
-    recorded, plain = pair(Odd, keep_state=False, optimizer="adamw", weight_decay=0.5)
-    for trainer in (recorded, plain):
-        for number, steps in enumerate([(2, 2), (2, 2), (3, 2), (2, 2), (2, 3), (2, 2)]):
-            batches = []
-            for at, each in enumerate(steps):
-                draw = torch.Generator().manual_seed(2 * number + at)
-                batches.append(Batch.of(torch.randn(each, 2, 3, generator=draw), torch.randint(2, (each, 2), generator=draw)))
-            trainer.step(*batches)
-    same(recorded, plain)
-    assert counted(recorded, "batch") == 12 - 2
-    assert counted(recorded, "update") == 6 - 2  # with the weight of long batches, and without
-    start = Odd()
-    assert torch.equal(dict(recorded.named)["never.weight"], start.never.weight)
-    assert not torch.equal(dict(recorded.named)["long.weight"], start.long.weight)
-
-
 def looking(looks: Callable[[], bool]) -> Callable[[], Model]:
     """A model whose loss is read on the host while `looks` says so, which no recording allows."""
 
@@ -190,33 +156,6 @@ def test_a_recording_that_fails_once_is_tried_again() -> None:
     assert recorded.capture is not None
     assert recorded.capture.failure("step").startswith("operation not permitted when stream is capturing (stage.py, line ")
     assert counted(recorded, "step") == 3  # all but the first, and the one whose recording failed
-
-
-@pytest.mark.parametrize("several", [1, 2])
-def test_averaging_begins_between_recorded_steps(several: int) -> None:
-    recorded, plain = pair(language, keep_state=True, optimizer="ntasgd", lr=1.0, weight_decay=0.01)
-    kind = "step" if several == 1 else "update"
-    replays = []
-    for trainer in (recorded, plain):
-        trainer.engine.guards_weights = False  # on the CPU that reads a flag, which a recording must not
-        assert isinstance(trainer.optimizer, NTASGD)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = torch.tensor(1.0)  # as on CUDA
-        for number in range(12):
-            trainer.set_lr(1.0 / (1 + number))
-            if number in (3, 9):
-                trainer.optimizer.trigger()
-            if number == 6:
-                trainer.optimizer.give_up()
-            trainer.step(*(words(4, 2, number * several + at) for at in range(several)))
-            if trainer is recorded:
-                replays.append(counted(recorded, kind))
-    same(recorded, plain)
-    assert np.diff(replays, prepend=0).tolist() == [0, 1, 1] * 4
-    ours, theirs = (trainer.optimizer.state for trainer in (recorded, plain))
-    for (name, own), (_, other) in zip(recorded.named, plain.named, strict=True):
-        assert ours[own]["count"].item() == theirs[other]["count"].item() == 4
-        assert torch.equal(ours[own]["ax"], theirs[other]["ax"]), name
 
 
 @pytest.fixture

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parametrize, prune
 
 import carrywave as cw
 from carrywave.kernels import deferred_gradients
@@ -31,17 +29,6 @@ class Penalized(nn.Module):
         total = cross_entropy(deferred_gradients.linear(y.tanh(), self.weight).flatten(0, 1), target.flatten(), reduction="sum")
         [slope] = torch.autograd.grad(total, y, create_graph=self.again, retain_graph=True)
         return total + (slope.square().sum() if self.again else (slope * y).sum()), (target != -100).sum()
-
-
-class Plain(nn.Module):
-    """A head without anything special."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(4, 3)
-
-    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return cross_entropy(self.out(y).flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
 
 
 def train(model: cw.Model, plan: dict[str, int], steps: int = 3) -> None:
@@ -86,35 +73,3 @@ def test_a_gradient_within_a_loss(again: bool, plan: dict[str, int]) -> None:
     train(ours, plan)
     by_hand(theirs)
     same(ours, theirs)
-
-
-class Twice(nn.Module):
-    """A parametrization."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2.0 * weight
-
-
-def pruned(lstm: nn.Module) -> None:
-    for name in ("weight_ih_l0", "weight_hh_l1"):
-        prune.custom_from_mask(lstm, name, torch.arange(getattr(lstm, name).numel()).view_as(getattr(lstm, name)) % 2)
-
-
-def doubled(lstm: nn.Module) -> None:
-    parametrize.register_parametrization(lstm, "weight_ih_l0", Twice())
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated")
-@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2}])
-@pytest.mark.parametrize("change", [pruned, doubled, lambda lstm: nn.utils.weight_norm(lstm, "weight_hh_l0")], ids=["prune", "own", "norm"])
-def test_weights_that_are_made_of_others(change: Callable[[Any], Any], plan: dict[str, int]) -> None:
-    models = []
-    for way in (lambda model: train(model, plan), by_hand):
-        models.append(made(Plain))
-        change(models[-1].lstm)
-        way(models[-1])
-    same(*models)
-    before = made(Plain)
-    change(before.lstm)
-    assert not any(torch.equal(now, then) for now, then in zip(models[0].parameters(), before.parameters(), strict=True))

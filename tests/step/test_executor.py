@@ -161,18 +161,6 @@ def test_the_last_gradient_is_on_its_way_before_weight_gradients_are_computed(mo
     assert links.told.count("weights") == 1
 
 
-def test_evaluation_sees_every_output_and_makes_no_graph() -> None:
-    model = build(pooled=False).eval()
-    batch = batch_of(7, [7, 5, 2], pooled=False)
-    seen: list[Tensor] = []
-    plan = Plan(chunk_steps=3)
-    job = Job(batch, model.start(3), observe=lambda out, *_: seen.append(out))
-    [outcome] = Pass(Stage(model), plan, program_for(plan, [batch], backward=False), [job]).run()
-    assert [len(out) for out in seen] == [3, 3, 1]
-    assert not outcome.loss_sum.requires_grad
-    assert float(outcome.count) == 14
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 @pytest.mark.parametrize("recompute", [True, "twice"])
 def test_recomputation_keeps_what_the_planner_counts(recompute: Any, beta: float, monkeypatch: pytest.MonkeyPatch) -> None:

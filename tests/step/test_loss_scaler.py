@@ -89,18 +89,6 @@ def test_scaled_steps_are_plain_steps_with_the_skipped_ones_left_out(name: str) 
     assert same(bits(scaled, first), bits(plain, second))
 
 
-def test_an_optimizer_of_the_users_own_is_skipped_too() -> None:
-    named = parameters()
-    optimizer, scaler = torch.optim.Adam([p for _, p in named], 0.1, foreach=False), Scaler(initial=8.0)
-    scaler.unscale_(give(named, 0, 8.0))
-    scaler.step(optimizer)
-    before = bits(named, optimizer)
-    scaler.unscale_(give(named, 1, 8.0, math.nan))
-    scaler.step(optimizer)
-    assert same(bits(named, optimizer), before)
-    assert not hasattr(optimizer, "found_inf")
-
-
 def test_grows_after_good_steps_in_a_row_and_backs_off_at_once() -> None:
     scaler = Scaler(initial=16.0, interval=3)
     course = []

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from _whole_snapshots import load
@@ -22,12 +20,10 @@ from carrywave.data.batch import Batch
 from carrywave.errors import Diverged
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Softmax
-from carrywave.model.stage import Stage
-from carrywave.parallel.world import World
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW, ComputeOrder, NonfiniteRecord
+from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.trainer import Trainer
 from carrywave.train.fit import train
@@ -141,41 +137,6 @@ def test_bad_lanes_begin_anew_and_the_others_go_on(layer: int) -> None:
     assert bool(trainer.update(batch(3)).finite)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.booleans()), max_size=40))
-def test_what_is_kept_on_the_device_is_a_plain_count(course: list[tuple[bool, int, bool]]) -> None:
-    model = a_model()
-    record = NonfiniteRecord(model, Stage(model), list(model.named_parameters()), World.alone(torch.device("cpu")))
-    in_a_row = longest = count = 0
-    first: tuple[int, int] | None = None
-    for step, (finite, said, looks) in enumerate(course):
-        record.note(torch.tensor(finite), torch.tensor([float(said)], dtype=torch.float64))
-        in_a_row = 0 if finite else in_a_row + 1
-        count += not finite
-        longest = max(longest, in_a_row) if not finite else longest
-        first = (step, said) if first is None and not finite else first
-        if looks:
-            seen = record.look()
-            assert (seen.bad, seen.longest, seen.in_a_row) == (count, longest, in_a_row)
-            assert seen.ago == (None if first is None else step - first[0])
-            assert seen.codes == (() if first is None else (first[1],))
-            longest, count, first = 0, 0, None
-
-
-@given(layers=st.integers(1, 6), data=st.data())
-def test_what_is_computed_first_is_said_loudest(layers: int, data: st.DataObject) -> None:
-    """Forward from the encoder to the head, then back, then the sum over workers."""
-    units = ComputeOrder.in_model(Model(Embedding(3, 2), LSTM(2, 2, layers), Softmax(2, 3)))
-    order = [units.forward(unit) for unit in range(layers + 2)]
-    order += [units.backward(unit) for unit in reversed(range(layers + 2))]
-    order += [units.backward(unit, summed=True) for unit in reversed(range(layers + 2))]
-    assert order == list(range(3 * (layers + 2), 0, -1))
-    unit = data.draw(st.integers(0, layers + 1))
-    name = ["encoder", *(f"lstm.l{layer}" for layer in range(layers)), "head"][unit]
-    assert f" {name} computes on rank 2" in units.words(units.forward(unit), 2)
-    assert units.words(units.backward(unit), 1) == f"the gradient of {name} on rank 1"
-    assert units.words(units.backward(unit, summed=True), 0) == f"the gradient of {name}, summed over the replicas of rank 0,"
-
-
 class Listening(Silent):
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -287,16 +248,3 @@ def test_a_run_that_goes_back_too_often_stops(text: Path, tmp_path: Path) -> Non
     ):
         train(language(text, on_nan="back", lr=0.01), run=tmp_path / "run", device="cpu")
     assert begun == [*range(10)] * (MOST_BACKS + 1)
-
-
-def test_a_run_that_went_back_is_resumed_at_the_lower_rate(text: Path, tmp_path: Path) -> None:
-    spec = language(text, on_nan="back")
-    with poisoned("loss", [5], above=0.005):
-        train(spec, run=tmp_path / "whole", device="cpu")
-        train(language(text, on_nan="back", max_steps=8), run=tmp_path / "cut", device="cpu")
-        train(spec, run=tmp_path / "cut", resume=True, device="cpu")
-    whole, cut = rows(tmp_path / "whole"), rows(tmp_path / "cut")
-    assert whole[-1] == cut[-1]
-    assert {row["lr"] for row in cut} == {0.005}
-    ours, theirs = (load(tmp_path / name / "snapshots") for name in ("cut", "whole"))
-    assert_same(ours.parameters, theirs.parameters)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,21 +84,6 @@ def test_a_batch_tells_whether_targets_are_one_per_lane() -> None:
         cw.Trainer(model, {"lr": 0.1}).step(short)
 
 
-def test_a_run_of_it_is_judged_and_used(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    steps = [draw.normal(size=(int(draw.integers(2, 9)), 3)) for _ in range(30)]
-    labels = ["up" if each.sum() > 0 else "down" for each in steps]
-    torch.manual_seed(0)
-    how = {"task": "classification", "batch": {"tokens": 32}, "train": {"epochs": 2}, "device": "cpu"}
-    result = cw.fit(Reader(), (steps, labels), run=tmp_path / "run", **how)
-    assert type(result.model) is Reader
-    row = cw.evaluate(result.run, (steps, labels), "cpu", model=Reader())
-    assert 0.0 <= float(row["accuracy"]) <= 1.0  # type: ignore[arg-type]
-    rows = cw.predict(result.run, steps, model=Reader(), device="cpu")
-    right = [each["label"] == label for each, label in zip(rows, labels, strict=True)]
-    assert sum(right) / len(right) == pytest.approx(float(row["accuracy"]))  # type: ignore[arg-type]
-
-
 def test_what_cannot_be_done_with_it_is_refused() -> None:
     with pytest.raises(PlanError, match=r"the module Reader cannot be split into 2 stages; wrap its modules as cw.Model"):
         cw.Trainer(Reader(), mesh=_two_stages())
@@ -150,34 +133,6 @@ class Tags(nn.Module):
 
     def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return cross_entropy(self.out(y).flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"), (target != -100).sum()
-
-
-def test_arguments_in_the_wrong_form_are_one_line(tmp_path: Path) -> None:
-    steps = np.random.default_rng(0).normal(size=(24, 5, 3)).astype(np.float32)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(steps), torch.tensor(tags_of(steps))), batch_size=2)
-    module: Any = nn.Linear(3, 2)
-    given = cw.Batch.of(torch.zeros(2, 2, 3), torch.zeros(2, 2, dtype=torch.int64))
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
-    other: Any = cw.Trainer
-    cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: cw.fit(Reader, (steps, tags_of(steps)), task="tagging"), "model is the class Reader; pass an instance of it"),
-        (
-            lambda: cw.fit({"hidden": 4}, loader, task="tagging", run=tmp_path / "run"),
-            r"train is a DataLoader, which has no length or cannot be indexed; pass .*loader\.dataset",
-        ),
-        (
-            lambda: other(module, optimizer, loss=raised),
-            "takes the train section of a spec after the model, got SGD; pass it as optimizer=",
-        ),
-        (lambda: other(module, 0.1, loss=raised), 'got float; pass its keys, such as {"lr": 1e-3}'),
-        (lambda: other(module, optimizer=torch.optim.SGD, loss=raised), "got the class SGD; create one and pass that"),
-        (lambda: other(module, plan="auto", loss=raised), "a Trainer needs a plan in numbers, got 'auto'; pass keys such as"),
-        (lambda: other(module, loss=raised).step([given]), r"got a list; pass them one by one: trainer\.step\(\*batches\)"),
-    ]
-    for mistake, message in cases:
-        with pytest.raises(UserError, match=message) as caught:
-            mistake()
-        assert "\n" not in str(caught.value)
 
 
 def _two_stages() -> Mesh:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,15 +127,6 @@ def test_a_state_goes_on_exactly(kind: str, tmp_path: Path) -> None:
     for _ in range(3):
         whole.step(given)
     assert apart(whole, again) == 0.0
-
-
-def test_a_state_from_before_the_first_step_takes_all_back() -> None:
-    model, given = net(), batch()
-    trainer = cw.Trainer(model, {}, optimizer=torch.optim.Adam(model.parameters(), lr=0.05))
-    begun = copy.deepcopy(trainer.state_dict())
-    first = [float(trainer.step(given)) for _ in range(2)]
-    trainer.load_state_dict(begun)
-    assert [float(trainer.step(given)) for _ in range(2)] == first
 
 
 def test_what_is_refused_changes_nothing() -> None:

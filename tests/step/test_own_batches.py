@@ -117,35 +117,6 @@ def test_a_state_of_other_lanes_or_widths_is_refused(lanes: int, width: int) -> 
     assert_same_state(trainer, same)
 
 
-class Failing(Head):
-    fails = False
-
-    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        if self.fails:
-            raise ValueError("on purpose")
-        return super().loss(y, target)
-
-
-@pytest.mark.filterwarnings("ignore:.*Failing")
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_step_that_fails_with_other_lanes_leaves_the_carry(plan: dict[str, Any]) -> None:
-    trainers = []
-    for fails in (False, True):
-        net = model()
-        head = Failing().double()
-        head.load_state_dict(net.head.state_dict())
-        trainer = cw.Trainer(cw.Model(net.encoder, net.lstm, head), SGD, plan=plan)
-        trainer.step(cw.Batch.of(*tensors()))
-        if fails:
-            head.fails = True
-            with pytest.raises(ValueError, match="on purpose"):
-                trainer.step(cw.Batch.of(*tensors(lanes=3)))
-            head.fails = False
-        trainer.step(cw.Batch.of(*tensors(seed=2), fresh=False))
-        trainers.append(trainer)
-    assert_same_state(*trainers)
-
-
 # --- Checkpointing of one's own
 
 

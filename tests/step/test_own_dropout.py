@@ -50,25 +50,6 @@ def losses(model: nn.Module, plan: dict[str, Any], change: Change = lambda model
     return found
 
 
-def anneal(model: nn.Module, step: int) -> None:
-    drops = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    assert len(drops) == 2
-    for drop in drops:
-        drop.p = 0.6 - 0.2 * step
-        if step == 3:
-            drop.eval()
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_changed_share_takes_effect_at_the_next_step_on_every_plan(plan: dict[str, Any]) -> None:
-    def made() -> cw.Model:
-        return model_of(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.5))
-
-    alone = losses(made(), {}, anneal)
-    assert losses(made(), plan, anneal) == pytest.approx(alone, rel=1e-12)
-    assert alone[1:] != pytest.approx(losses(made(), {})[1:], rel=1e-3)
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("encoder", [nn.ELU(inplace=True), nn.Dropout(0.5, inplace=True)], ids=["ELU", "Dropout"])

@@ -96,23 +96,6 @@ def test_backward_and_apply_are_a_step(plan: str, optimizer: str) -> None:
         close(gradients(ours), gradients(theirs))
 
 
-def test_what_a_user_changes_is_applied() -> None:
-    trainer = trainer_of(optimizer="sgd", clip=None, lr=0.1)
-    start = weights(trainer)
-    trainer.backward(FIRST)
-    held = trainer.model.head.bias.grad
-    assert held is not None
-    kept = held.clone()
-    trainer.model.head.weight.grad = None
-    trainer.model.head.bias.grad = kept + 1.0
-    trainer.apply()
-    assert torch.equal(trainer.model.head.weight, start["head.weight"])
-    torch.testing.assert_close(trainer.model.head.bias.detach(), start["head.bias"] - 0.1 * (kept + 1.0), rtol=1e-12, atol=1e-14)
-    trainer.backward(SECOND)  # starts from zero, and writes into nobody's tensor
-    assert torch.equal(held, kept)
-    assert trainer.model.head.weight.grad is not None
-
-
 def test_again_repeats_a_backward() -> None:
     trainer = trainer_of()
     goes_on = batch_of(4, [4] * 4, fresh=[False] * 4)
@@ -163,23 +146,6 @@ def test_sam_beside_plain_torch(plan: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         sam(trainer, batch, 0.1)
-    close(weights(trainer), {name: p.detach() for name, p in plain.net.named_parameters()})
-
-
-def test_a_layer_frozen_for_one_of_two_backwards_keeps_the_gradient_of_the_other() -> None:
-    plain, trainer = Plain(), cw.Trainer(without_dropout(), {"optimizer": "sgd", "lr": 0.5, "clip": 0.3})
-    plain.loss(FIRST).backward()
-    trainer.backward(FIRST)
-    for net in (plain.net, trainer.model):
-        net.head.requires_grad_(False)
-    plain.loss(SECOND).backward()
-    trainer.backward(SECOND)
-    for net in (plain.net, trainer.model):
-        net.head.requires_grad_(True)
-    close(gradients(trainer), {name: p.grad for name, p in plain.net.named_parameters()})
-    nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-    torch.optim.SGD(plain.parameters(), 0.5).step()
-    trainer.apply()
     close(weights(trainer), {name: p.detach() for name, p in plain.net.named_parameters()})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 
 import _warm
 import carrywave as cw
-from carrywave.errors import Diverged, RunError, SpecError, UserError
+from carrywave.errors import Diverged, SpecError, UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Softmax
-from carrywave.model.parameter_placement import Holding, hold
 from carrywave.plan.plan import Plan
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.passes.jobs import flatten
@@ -97,22 +95,6 @@ def test_what_is_frozen_and_unfrozen_between_steps_is_followed(plan: dict[str, A
     assert_equal_weights(ours, plain)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_the_state_of_another_optimizer_is_refused(own: bool) -> None:
-    def trainer_of(kind: type[torch.optim.Optimizer]) -> cw.Trainer:
-        net = model()
-        spec = {} if own else {"optimizer": kind.__name__.lower(), "lr": 0.02}
-        return cw.Trainer(net, spec, optimizer=kind(net.parameters(), lr=0.02) if own else None)
-
-    trainer = trainer_of(torch.optim.Adam)
-    trainer.step(batch(0))
-    state = trainer.state_dict()
-    for kind in (torch.optim.AdamW, torch.optim.SGD):  # with the settings of Adam, AdamW would silently be Adam
-        with pytest.raises(RunError, match=f"whose optimizer is Adam, but this one has {kind.__name__}; use the same in both"):
-            trainer_of(kind).load_state_dict(state)
-    trainer_of(torch.optim.Adam).load_state_dict(state)
-
-
 def test_a_parameter_that_was_replaced_is_refused() -> None:
     net = model()
     trainer = cw.Trainer(net, SGD)
@@ -132,19 +114,6 @@ def test_a_model_that_was_converted_is_refused() -> None:
 
 
 # --- What is not the model's
-
-
-def test_a_learned_carry_learns_from_a_first_batch_that_has_nothing_to_continue() -> None:
-    """Its lanes start a new sequence, whatever they are called."""
-    torch.manual_seed(0)
-    net = cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, learned_carry=True), Head()).double()
-    other = copy.deepcopy(net)
-    x, target = torch.randn(T, B, 2, dtype=torch.float64), torch.randint(CLASSES, (T, B))
-    for each, fresh in ((net, True), (other, False)):
-        trainer = cw.Trainer(each, {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}, plan={"chunk_steps": 2})
-        trainer.backward(cw.Batch.of(x, target, fresh=fresh))
-    for one, same in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(same.grad, one.grad, rtol=0, atol=0)
 
 
 # --- What a trainer is given
@@ -264,19 +233,6 @@ def test_hooks_that_would_see_parts_of_a_gradient_are_refused() -> None:
             Hooks({}, other, plan).any_registered(None)
 
 
-def test_an_optimizers_hooks_see_the_final_gradient() -> None:
-    net = model()
-    trainer = cw.Trainer(net, {"optimizer": "sgd", "lr": 0.5, "clip": 0.05}, plan={"chunk_steps": 2})
-    norms: list[float] = []
-    trainer.optimizer.register_step_pre_hook(
-        lambda *_: norms.append(
-            float(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None])))
-        )
-    )
-    trainer.step(batch())
-    assert norms == [pytest.approx(0.05, rel=1e-4)]  # the clipped norm, but for the small term that torch's clipping has too
-
-
 # --- Bad numbers
 
 
@@ -338,14 +294,6 @@ def test_evaluation_is_the_mean_over_all_targets_with_a_carry_of_its_own() -> No
     assert net.training
     with pytest.raises(UserError, match="the batches contain no targets"):
         trainer.evaluate([cw.Batch.of(first.inputs, torch.full((T, B), -100))])
-
-
-def test_a_part_of_a_model_is_not_saved_as_a_whole() -> None:
-    net = model()
-    hold(net, Holding(0, 2, torch.device("cpu")), torch.float64)
-    for part in (net, net.head):
-        with pytest.raises(UserError, match=r"is held by another worker.*trainer\.state_dict\(\)"):
-            part.state_dict()
 
 
 def test_replicas_exchange_one_message_a_step_and_refuse_an_incomplete_state_together(tmp_path: Path) -> None:

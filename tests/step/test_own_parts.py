@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,37 +13,12 @@ from torch import Tensor, nn
 import carrywave as cw
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
-from carrywave.model.encoders import Numbers
-from carrywave.model.heads.forecast import Forecast
-from carrywave.model.heads.pooled import PooledSoftmax
 from carrywave.model.model import Model
 from carrywave.plan.plan import Plan
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.trainer import Trainer
-from carrywave.step.worker_setup import _check_plan, place_model
-
-
-@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2}, {"micro_batches": 2}])
-def test_a_history_of_another_shape_is_refused_on_every_plan(plan: dict[str, int]) -> None:
-    x, target = torch.randn(6, 4, 3), torch.randn(6, 4, 2, 1)
-    for shape in ((6, 1, 1), (9, 7, 1), (10, 4)):
-        with pytest.raises(UserError, match=r"history has shape .*; pass \[past - 1 \+ 6, 4, columns\]"):
-            Batch.of(x, target, history=torch.randn(shape))
-    trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), Forecast(4, 2, 1, linear=True, past_steps=5)), plan=plan)
-    with pytest.raises(UserError, match=r"but the history of the batch has .* rows; pass Batch\.of"):
-        trainer.step(Batch.of(x, target, history=torch.randn(6, 4, 1)))
-    trainer = Trainer(Model(Numbers(3), cw.LSTM(3, 4), Forecast(4, 2, 1, linear=True, past_steps=5)), plan=plan)
-    trainer.step(Batch.of(x, target, history=torch.randn(10, 4, 1)))
-
-
-@pytest.mark.parametrize("keep_state", [None, True])
-def test_a_head_that_pools_says_why_it_cannot_go_on(keep_state: bool | None) -> None:
-    why = r"but the head PooledSoftmax pools \(pooled = True\), which ends with the batch; pass whole sequences, and remove"
-    model = Model(Numbers(3), cw.LSTM(3, 4), PooledSoftmax(4, 2))
-    batch = Batch.of(torch.randn(6, 8, 3), torch.randint(2, (8,)), fresh=False)
-    with pytest.raises(UserError, match=why):
-        Trainer(model, keep_state=keep_state).step(batch)
+from carrywave.step.worker_setup import _check_plan
 
 
 def tied_by_data(net: Model) -> None:
@@ -62,14 +36,6 @@ def test_tensors_that_share_their_memory_are_not_separated(tie: Callable[[Model]
     tie(net)
     with pytest.raises(PlanError, match=r"two tensors in the same memory; make them one parameter"):
         _check_plan(net, Plan(stages=2), TrainSpec())
-
-
-def test_parameters_without_a_shape_are_refused_on_stages_too() -> None:
-    net = square()
-    net.encoder = nn.LazyLinear(3)
-    alone: Any = SimpleNamespace(plan=Plan(stages=2), world=SimpleNamespace(size=1))
-    with pytest.raises(UserError, match=r"the model's encoder\.weight has no shape yet"):
-        place_model(net, alone, TrainSpec())
 
 
 class Linear(nn.Linear):
@@ -172,18 +138,3 @@ def test_a_part_that_is_replaced_or_a_forward_that_would_be_ignored_is_refused()
         Trainer(Changed(nn.Tanh(), cw.LSTM(4, 4), Linear(4, 4)), {}, device="cpu")
     with pytest.raises(UserError, match="the forward of ChangedLSTM would be ignored"):
         Trainer(cw.Model(nn.Tanh(), ChangedLSTM(4, 4), Linear(4, 4)), {}, device="cpu")
-
-
-class Weighted(Linear):
-    """Learned weights, whose sum is the count."""
-
-    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self(y)[..., 0].sigmoid()
-        return (weight * (y.sum(-1) - target)).sum(), weight.sum()
-
-
-def test_a_count_with_a_gradient_is_refused() -> None:
-    with pytest.raises(UserError, match=r"returns a number of targets that requires grad.*detach it"):
-        Trainer(cw.Model(nn.Tanh(), cw.LSTM(4, 4), Weighted(4, 4)), {}, device="cpu").step(
-            Batch.of(torch.zeros(3, 2, 4), torch.zeros(3, 2))
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -41,27 +40,6 @@ def batch(seed: int = 1, **keys: Any) -> cw.Batch:
 def apart(one: cw.Trainer, other: cw.Trainer) -> float:
     theirs = other.gathered()
     return max(float((tensor - theirs[name]).abs().max()) for name, tensor in one.gathered().items())
-
-
-def test_a_part_in_eval_stays_so_after_an_evaluation() -> None:
-    weights = []
-    for judged in (False, True):
-        model = net()
-        model.encoder.eval()
-        trainer = cw.Trainer(model, {"lr": 0.05})
-        for _ in range(3):
-            trainer.step(batch())
-            if judged:
-                trainer.evaluate([batch()])
-        assert model.training
-        assert not any(module.training for module in model.encoder.modules())
-        weights.append(trainer)
-    assert apart(*weights) == 0.0
-
-
-def test_a_trainer_is_not_copied() -> None:
-    with pytest.raises(UserError, match=r"a trainer cannot be copied; create one with copy\.deepcopy\(model\)"):
-        copy.deepcopy(cw.Trainer(net(), {}))
 
 
 def test_a_step_inside_autocast_is_refused() -> None:
@@ -124,15 +102,3 @@ def test_a_step_in_inference_mode_is_refused() -> None:
     trainer = cw.Trainer(net(), {})
     with torch.inference_mode(), pytest.raises(UserError, match=r"inside torch\.inference_mode, where nothing can be differentiated"):
         trainer.step(batch())
-
-
-def test_labels_that_are_no_numbers_from_zero_on_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    steps = np.random.default_rng(1).normal(size=(20, 6, 3))
-    labels = np.where(steps.sum(2) > 0, 5, 3)
-    own = cw.Model(nn.Linear(3, 6), cw.LSTM(6, 8), Head())
-    keys: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"max_steps": 1}, "device": "cpu"}
-    said = "the labels 3, 5 are passed to your loss as 0 to 1, in this order; number them from 0 to keep them unchanged"
-    for given, told in ((labels, True), ((labels - 3) // 2, False)):
-        cw.fit(own, (steps, given), **keys)
-        assert (said in caplog.text) == told
-        caplog.clear()

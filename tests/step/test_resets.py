@@ -72,41 +72,6 @@ def test_sequences_in_one_lane_train_as_in_lanes_of_their_own(bidirectional: boo
     torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)  # float64, another order of summation
 
 
-def test_the_model_reads_resets() -> None:
-    padded, packed = both_ways()
-    model = model_of()
-    assert packed.resets is not None
-    y, _ = model(packed.inputs, lengths=packed.lengths, resets=packed.resets)
-    alone, _ = model(padded.inputs, lengths=padded.lengths)
-    torch.testing.assert_close(y[3:7, 0], alone[:4, 1], rtol=1e-11, atol=1e-12)  # float64
-    with pytest.raises(UserError, match=r"Model got resets of shape \[4, 7\] in torch.bool"):
-        model(packed.inputs, resets=packed.resets.t())
-
-
-def test_what_a_batch_counts() -> None:
-    padded, packed = both_ways()
-    assert packed.resets is not None
-    assert packed.changes == padded.changes == sum(length - 1 for lane in LANES for length in lane)
-    part = packed.take(1, 3, pooled=False)
-    assert part.resets is not None
-    assert torch.equal(part.resets, packed.resets[:, 1:3])
-    assert part.changes == packed.changes
-    idle = packed.take(2, 2, pooled=False).resets
-    assert idle is not None
-    assert not idle.any()
-    # Where a lane has ended, nothing starts.
-    late = torch.ones(7, 4, dtype=torch.bool)
-    again = cw.Batch.of(packed.inputs, packed.targets, packed.lengths, resets=late).resets
-    assert again is not None
-    assert torch.equal(again.sum(0), packed.lengths)
-
-
-@pytest.mark.parametrize("resets", [torch.zeros(7, 4), torch.zeros(4, 7, dtype=torch.bool), [True, False]])
-def test_resets_are_checked(resets: Any) -> None:
-    with pytest.raises(UserError, match=r"resets has shape .* pass true or false for each step of each lane, \[7, 4\]"):
-        cw.Batch.of(torch.zeros(7, 4, dtype=torch.int64), resets=resets)
-
-
 def test_what_reads_over_the_edges_of_sequences_is_refused() -> None:
     _, packed = both_ways()
     front = Model(Front(Embedding(TOKENS, 4), [{"channels": 4, "kernel": 3, "stride": 1}]), cw.LSTM(4, 5), Softmax(5, CLASSES))

@@ -12,8 +12,6 @@ import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Softmax
-from carrywave.model.heads.crf import CRF
-from carrywave.model.heads.ctc import Ctc
 from carrywave.model.initialization import initialize
 from carrywave.model.model import Model
 
@@ -95,35 +93,6 @@ def test_a_step_minimises_the_weighted_mean() -> None:
     torch.testing.assert_close(list(found.values()), wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["crf", "ctc"])
-def test_heads_that_read_whole_sequences_have_a_weight_for_each(kind: str) -> None:
-    def run(plan: dict[str, Any], weights: Any) -> dict[str, Tensor]:
-        torch.manual_seed(4)
-        head = CRF(5, CLASSES) if kind == "crf" else Ctc(5, CLASSES)
-        batch = (
-            batch_of(weights)
-            if kind == "crf"
-            else cw.Batch.of(
-                batch_of().inputs,
-                torch.tensor([[0, 1], [2, -1], [1, -1], [0, -1], [-100, -100]]),
-                LENGTHS,
-                step=0,
-                pooled=True,
-                weights=weights,
-            )
-        )
-        return trained(model_of(head), batch, plan)
-
-    weights = [0.5, 2.0, 0.0, 1.5, 1.0]
-    one = run({}, weights)
-    torch.testing.assert_close(run({"micro_batches": 3}, weights), one, rtol=1e-10, atol=1e-12)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(run({}, None), one, rtol=1e-10, atol=1e-12)
-    if kind == "crf":
-        with pytest.raises(UserError, match=r"the weights are \[6, 5\], but the head CRF scores each lane as a whole; pass one for each"):
-            run({}, "by step")
-
-
 @pytest.mark.parametrize("form", ["by step", "by lane"])
 @pytest.mark.parametrize("plan", [{}, {"chunk_steps": 4, "micro_batches": 2}])
 def test_a_users_head_gets_the_weights(plan: dict[str, Any], form: str) -> None:
@@ -157,18 +126,3 @@ def test_a_loss_without_weights_is_refused_where_a_batch_has_some() -> None:
         trained(model_of(NoWeights()), batch_of())
     with pytest.raises(UserError, match="the loss of the module Whole takes none"):
         trained(Whole().double(), batch_of(), loss=lambda out, target: weighted_loss(out, target, torch.ones_like(target)))
-
-
-@pytest.mark.parametrize(
-    ("weights", "pooled", "message"),
-    [
-        (torch.ones(LANES, STEPS), False, r"weights have shape \[5, 6\] for targets \[6, 5\]; pass one for each lane, \[5\], or"),
-        (torch.ones(STEPS, LANES), True, r"weights have shape \[6, 5\] for targets \[5\]; pass one for each lane, \[5\]$"),
-        ([1.0, 1.0, -1.0, 1.0, 1.0], False, "weights must be finite numbers from 0 on"),
-        ([1.0, 1.0, float("nan"), 1.0, 1.0], False, "weights must be finite numbers from 0 on"),
-        ([1.0, float("inf"), 1.0, 1.0, 1.0], True, "weights must be finite numbers from 0 on"),
-    ],
-)
-def test_what_is_no_weight_is_refused(weights: Any, pooled: bool, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        batch_of(weights, pooled=pooled)

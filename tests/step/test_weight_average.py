@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _small_models import batch_of, build
@@ -88,51 +87,6 @@ def test_a_step_that_is_skipped_leaves_it_alone() -> None:
 def test_what_is_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         cw.Trainer(build(), KEYS | keys)
-
-
-@pytest.mark.parametrize("of", ["cw.Model", "any module"])
-def test_torchs_average_in_a_loop_of_ones_own(of: str) -> None:
-    net: nn.Module = build() if of == "cw.Model" else nn.Linear(3, 2).double()
-    loss = None if of == "cw.Model" else lambda out, target: ((out - target).square().sum(), torch.tensor(target.numel()))
-    trainer = cw.Trainer(net, {"lr": 0.05}, loss=loss)
-    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    wanted: dict[str, Tensor] = {}
-    numbers = torch.arange(60, dtype=torch.float64).cos().view(4, 5, 3)
-    given = batches(4) if of == "cw.Model" else [cw.Batch.of(numbers + each, numbers[..., 1:]) for each in range(4)]
-    for batch in given:
-        trainer.step(batch)
-        averaged.update_parameters(net)
-        now = {name: p.detach().clone() for name, p in net.named_parameters()}
-        wanted = {name: DECAY * wanted[name] + (1 - DECAY) * each for name, each in now.items()} if wanted else now
-    raw = {name: p.detach().clone() for name, p in net.named_parameters()}
-    with trainer.evaluation_weights(averaged):
-        found = trainer.evaluate(given[:1])
-        for name, parameter in net.named_parameters():
-            torch.testing.assert_close(parameter.detach(), wanted[name], rtol=1e-12, atol=1e-14)  # float64
-    assert all(torch.equal(p, raw[name]) for name, p in net.named_parameters())
-    assert found != trainer.evaluate(given[:1])
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_weights_to_be_evaluated_are_not_trained_or_saved_as_others(ours: bool) -> None:
-    trainer = cw.Trainer(net := build(), KEYS if ours else {"lr": 0.05})
-    averaged = None if ours else AveragedModel(net)
-    [first, second] = batches(2)
-    trainer.step(first)
-    state, raw = trainer.state_dict(), trainer.gathered()
-    trainer.backward(second)
-    with trainer.evaluation_weights(averaged):
-        for refused in (trainer.apply, lambda: trainer.backward(second), lambda: trainer.load_state_dict(state)):
-            with pytest.raises(UserError, match=r"inside trainer\.evaluation_weights\(\) the model has other weights"):
-                refused()
-    trainer.zero_grad()
-    with trainer.evaluation_weights(averaged):
-        trainer.evaluate([second])
-        for refused in (lambda: trainer.step(second), trainer.state_dict):
-            with pytest.raises(UserError, match=r"inside trainer\.evaluation_weights\(\) the model has other weights"):
-                refused()
-    assert all(torch.equal(tensor, raw[name]) for name, tensor in trainer.gathered().items())
-    trainer.step(second)
 
 
 def test_an_average_of_another_model_or_beside_our_own_is_refused() -> None:

@@ -14,22 +14,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from _in_float64 import replace_launches
 
 sys.path.insert(0, str(Path(__file__).parent))
 import _small_models as small_models
-from _small_models import CLASSES, KEY, VOCABULARY, WIDTH, batch_of
+from _small_models import KEY, batch_of
 
 from carrywave.data.batch import Batch
 from carrywave.kernels import dispatch
 from carrywave.kernels.cuda import nvrtc
-from carrywave.kernels.hopper import persistent, recurrence, stack, windowed
+from carrywave.kernels.hopper import persistent, stack, windowed
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
-from carrywave.model.encoders import Embedding
-from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
@@ -113,51 +111,6 @@ def test_chunks_are_the_window(
         if piece is not None:
             waves(patch, piece)
         assert_same(build(pooled=pooled), [batch_of(7, lengths, pooled=pooled)], Plan(chunk_steps=chunk_steps, micro_batches=micro_batches))
-
-
-def test_accumulated_batches_carry_on_and_weights_are_packed_once(
-    monkeypatch: pytest.MonkeyPatch, held: list[windowed.StackWindow]
-) -> None:
-    model = build()
-    batches = [batch_of(7, [7, 5, 7]), batch_of(6, [6, 6, 2], fresh=[False, True, False])]
-    assert_same(model, batches, Plan(chunk_steps=3, micro_batches=2))
-    assert len(held) == 2 * 2 * 2
-    packed = []
-    pack = recurrence.pack
-
-    def noted(weights: Any, *args: Any, **named: Any) -> Any:
-        packed.append(weights)
-        return pack(weights, *args, **named)
-
-    monkeypatch.setattr(recurrence, "pack", noted)
-    outcome_of(model, batches, Plan(chunk_steps=3, micro_batches=2))
-    assert len(packed) == 2
-
-
-class _LastOnly(nn.Module):
-    """A pooled head that reads the last chunk's outputs alone: earlier chunks are reached through the carry."""
-
-    pooled = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(WIDTH, CLASSES)
-
-    def start(self, lanes: int, dtype: Any = None, device: Any = None) -> tuple[Tensor, ...]:
-        return (torch.zeros(lanes, WIDTH, dtype=torch.float64),)
-
-    def pool(self, y: Tensor, lengths: Tensor, acc: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (y[-1],)
-
-    def loss(self, acc: tuple[Tensor, ...], target: Tensor) -> tuple[Tensor, Tensor]:
-        return nn.functional.cross_entropy(self.out(acc[0]), target, reduction="sum"), torch.tensor(len(target))
-
-
-def test_a_head_that_reads_the_last_chunk_alone() -> None:
-    torch.manual_seed(0)
-    lstm = LSTM(WIDTH, WIDTH, 2, kernel="persistent")
-    model = Model(Embedding(VOCABULARY, WIDTH), lstm, _LastOnly()).double().train()
-    assert_same(model, [batch_of(7, [7, 7, 7], pooled=True)], Plan(chunk_steps=3))
 
 
 def test_a_kernel_that_fails_at_the_first_chunk_leaves_the_window_to_another(

@@ -21,15 +21,13 @@ from carrywave.data.batch import Batch
 from carrywave.data.shuffle import varied_steps
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads.classes import Softmax
-from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Program
 from carrywave.prediction.evaluation import evaluate
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step.passes import executor
-from carrywave.step.passes.jobs import BatchOutcome, Job
+from carrywave.step.passes.executor import Pass
+from carrywave.step.passes.jobs import BatchOutcome
 from carrywave.step.result import StepResult
 from carrywave.step.trainer import Trainer
 from carrywave.train import loop as loops
@@ -158,16 +156,16 @@ def test_evaluation_has_lanes_of_its_own(
 ) -> None:
     lanes: dict[str, set[int]] = {"train": set(), "valid": set()}
     targets = {"train": 0, "valid": 0}
-    plain = executor.run
+    plain = Pass.run
 
-    def run(stage: Stage, plan: Plan, program: Program, jobs: list[Job], *others: Any, **how: Any) -> list[BatchOutcome]:
-        phase = "train" if program.schedule.backward else "valid"
-        lanes[phase] |= {job.batch.lanes.shape[0] for job in jobs}
-        outcomes = plain(stage, plan, program, jobs, *others, **how)
+    def run(self: Pass) -> list[BatchOutcome]:
+        phase = "train" if self.schedule.backward else "valid"
+        lanes[phase] |= {job.batch.lanes.shape[0] for job in self.jobs}
+        outcomes = plain(self)
         targets[phase] += sum(int(outcome.count) for outcome in outcomes)
         return outcomes
 
-    monkeypatch.setattr(executor, "run", run)
+    monkeypatch.setattr(Pass, "run", run)
     train(language(text, {"eval_lanes": asked}, epochs=1), run=tmp_path / "run", device="cpu")
     assert lanes == {"train": {LANES}, "valid": {expected}}
     # However it is cut, all of it is judged.

@@ -364,7 +364,7 @@ class Single(Largest):
         ("small", {}, UserError, "model is a str; pass a cw.Model"),
         (lambda facts: nn.Linear(2, 2), {}, UserError, "the module Linear has no loss"),
         (lambda facts: None, {}, UserError, "returned a NoneType; return a cw.Model"),
-        (Mean, {}, UserError, r"loss of the head Mean must return \(sum over the targets, number of targets\), two scalars"),
+        (Mean, {}, UserError, r"the loss of Mean must return \(sum over the targets, number of targets\), two scalars"),
         (Single, {"task": "classification"}, UserError, "start of the head Single returned a tensor .* return a tuple of tensors"),
     ],
 )
