@@ -93,7 +93,7 @@ class Poolless(Head):
             lambda: Model(nn.Linear(2, 3), LSTM(4, 5), Head())(torch.zeros(6, 1, 2)),
             r"Linear gives .* \[6, 1, 3\], but the LSTM reads .*, 4\]",
         ),
-        (lambda: Model(nn.GRU(2, 3), LSTM(3, 4), Head())(torch.zeros(6, 1, 2)), "the encoder GRU gives \(a tensor"),
+        (lambda: Model(nn.GRU(2, 3), LSTM(3, 4), Head())(torch.zeros(6, 1, 2)), r"the encoder GRU gives \(a tensor"),
         (lambda: Model(nn.DataParallel(nn.Linear(2, 3)), LSTM(3, 4), Head()), "Linear is wrapped in DataParallel"),
     ],
 )
