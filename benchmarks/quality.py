@@ -45,7 +45,7 @@ from carrywave.errors import RunError, UserError
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.spec.load import load
 from carrywave.tasks.baselines import BASELINES
-from carrywave.train.backtest import RollingOptions, backtest_run
+from carrywave.train.backtest import Rolling, backtest_run
 from carrywave.train.fit import train
 
 COLUMNS = ("ours", "recipe", "ensemble", "svm")
@@ -165,7 +165,7 @@ def _trained(job: Job) -> Row:
     recipe = job.data_set.example if job.column == "recipe" else None
     train(load(recipe, job.words), run=folder)
     if (follows := job.files.get("follows")) is not None:
-        scored: Mapping[str, Any] = backtest_run(folder, str(follows), RollingOptions(origins=1), "auto", lambda _: None).scores[0]
+        scored: Mapping[str, Any] = backtest_run(folder, str(follows), Rolling(origins=1), "auto", lambda _: None).scores[0]
     else:  # of test there is one row, of the weights that are best on valid
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         scored = min((row for row in rows if row["split"] == job.data_set.part), key=lambda row: row["loss"])

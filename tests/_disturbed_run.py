@@ -176,7 +176,7 @@ class Running:
 
     def draft(self) -> bool:
         """True if there is a draft of a snapshot."""
-        return any((self.run / "snapshots").glob(".tmp*"))
+        return any((self.run / "snapshots").glob(".*.tmp"))
 
     def alive(self) -> bool:
         """True while the process runs."""
@@ -339,5 +339,5 @@ def each_once(ledger: Path, stages: int) -> bool:
 def contents(run: Path) -> dict[str, bytes]:
     """The files that must match byte for byte: the best weights, the metrics, and all tensors of the last snapshot."""
     last = run / "snapshots" / (run / "snapshots" / "last").read_text().strip()
-    files = [run / "weights.safetensors", run / "metrics.jsonl", *sorted(last.glob("*.safetensors"))]
+    files = [run / "weights.safetensors", run / "metrics.jsonl", last.with_name(f"{last.name}.safetensors")]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from carrywave.errors import UserError
-from carrywave.runs.checkpoint.writer import Writer
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
@@ -33,39 +32,24 @@ class Listening(Silent):
         self.lines.append(line)
 
 
-def harm(patch: pytest.MonkeyPatch, job: dict[str, Any]) -> None:
-    """A disk that is full for one worker, where paths match; with `mute`, also for its reports."""
-    real, mkdir, report = os.fsync, Path.mkdir, Writer._report
+def harm(patch: pytest.MonkeyPatch, where: str) -> None:
+    """A disk that is full where paths match."""
+    real = os.fsync
 
     def fsync(handle: int) -> None:
-        if re.search(job["full"], os.readlink(f"/proc/self/fd/{handle}")):
+        if re.search(where, os.readlink(f"/proc/self/fd/{handle}")):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle)
 
-    def tell(self: Writer, *args: Any) -> None:
-        if re.search(job["full"], str(args[0].draft)):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        report(self, *args)
-
-    def make(path: Path, *args: Any, **more: Any) -> None:
-        if re.search(job["full"], str(path)):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        mkdir(path, *args, **more)
-
-    if job.get("read_only"):
-        patch.setattr(Path, "mkdir", make)
-    else:
-        patch.setattr(os, "fsync", fsync)
-    if job.get("mute"):
-        patch.setattr(Writer, "_report", tell)
+    patch.setattr(os, "fsync", fsync)
 
 
 def carry_out(job: dict[str, Any]) -> dict[str, Any]:
     watch = Listening()
     told: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        if "full" in job and job["rank"] == RANK:
-            harm(patch, job)
+        if "full" in job:
+            harm(patch, job["full"])
         if job.get("apart") and RANK:
             Path(f"apart-{RANK}").mkdir(exist_ok=True)
             patch.chdir(f"apart-{RANK}")
@@ -75,7 +59,7 @@ def carry_out(job: dict[str, Any]) -> dict[str, Any]:
             if RANK and job["own_data"] is not None:
                 Path("text.txt").write_text(job["own_data"])
         try:
-            told["ending"] = train(parse(values), run=Path(job["run"]), device="cpu", watch=watch).ending
+            told["ending"] = train(parse(values), run=Path(job["run"]), resume=job.get("resume", False), device="cpu", watch=watch).ending
         except UserError as error:
             told["error"] = f"{type(error).__name__}: {error}"
         if RANK and "own_data" in job:

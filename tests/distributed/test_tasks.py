@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from _catchments import catchments
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.prediction.predict import predict
-from carrywave.runs.checkpoint.snapshot import weights_metadata
+from carrywave.runs.checkpoint.weights import weights_metadata
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

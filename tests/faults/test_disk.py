@@ -21,7 +21,7 @@ SPEC = [
     "batch.steps=8",
 ]
 SPEC += ["train.optimizer=adam", "train.epochs=100", "train.snapshot_every=10", "train.log_every=5", "train.keep=1"]
-FULL = r"carrywave: .*could not be written: No space left on device; .*free disk space.*, then resume\n"
+FULL = r"carrywave: .*could not be written: No space left on device; .*free disk space.*, then try again\n"
 
 # A snapshot has about 1.2 MB. The old one and the filler leave no room for another.
 SNAPSHOTS = """

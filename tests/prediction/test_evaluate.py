@@ -14,7 +14,7 @@ from _zoo import Zoo, days
 from carrywave.errors import DataError, RunError, UserError
 from carrywave.report.samples import samples_of
 from carrywave.spec.load import parse
-from carrywave.train.backtest import RollingOptions, backtest_run
+from carrywave.train.backtest import Rolling, backtest_run
 from carrywave.train.fit import train
 
 
@@ -105,7 +105,7 @@ def test_a_part_of_a_training_file_that_has_changed_is_refused(tmp_path: Path) -
     with pytest.raises(DataError, match=r"load\.csv has changed since .* was trained, and test is cut from it, so rows that were trained"):
         cw.evaluate(run, device="cpu")
     told: list[str] = []
-    backtest_run(run, None, RollingOptions(origins=2), "cpu", told.append)
+    backtest_run(run, None, Rolling(origins=2), "cpu", told.append)
     assert any("load.csv has changed since" in line for line in told)
     assert "load.csv has changed since" in str(samples_of(run, "cpu"))
     days(path, 60)

@@ -176,7 +176,7 @@ def test_a_run_stops_at_the_first_bad_step_with_one_line(text: Path, tmp_path: P
         "lower train.lr=0.01 or set train.clip; nothing from that step was saved"
     )
     assert [row["step"] for row in rows(tmp_path / "run")] == [4, 8]
-    assert [path.name for path in (tmp_path / "run" / "snapshots").iterdir()] == [".none-yet"]
+    assert not (tmp_path / "run" / "snapshots").exists()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "fp16", "bf16"])

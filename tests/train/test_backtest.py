@@ -19,8 +19,8 @@ from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, UserError
 from carrywave.report.backtest_page import backtest_page
 from carrywave.spec.load import parse
-from carrywave.train.backtest import Backtest, OriginForecast, RollingOptions, backtest_run, backtest_spec, rows_of, scores
-from carrywave.train.origins import Rolling, at_origin, cut, long_enough
+from carrywave.train.backtest import Backtest, Rolling, at_origin, backtest_run, backtest_spec, cut, long_enough, rows_of
+from carrywave.train.backtest_scores import OriginForecast, scores
 
 
 def from_matrices(matrices: list[np.ndarray], name: str) -> Table:
@@ -34,23 +34,21 @@ def from_matrices(matrices: list[np.ndarray], name: str) -> Table:
 
 def test_the_last_origin_leaves_a_horizon() -> None:
     rolling = Rolling(horizon=3, stride=2, origins=4)
-    assert rolling.span == 9
     assert rolling.before(20).tolist() == [11, 13, 15, 17]
 
 
 def test_a_table_is_cut_series_by_series() -> None:
     table = from_matrices([np.arange(10.0)[:, None], 100 + np.arange(4.0)[:, None], 200 + np.arange(8.0)[:, None]], "x")
     kept, origins, told = long_enough(table, Rolling(2, 2, 2), before=3)
-    assert told == (
-        "x: 1 of 3 series has fewer than 3 rows before the first origin and is left out: x item 1",
-        "x: series have no times in common, so the origins of each are counted back from its own end",
-    )
+    fact = "1 of 3 series lack rows before the first origin or after later ones, so they are not forecast from all of them"
+    assert told == (f"x: {fact}: x item 1",)
     assert (kept.starts.tolist(), kept.lengths.tolist(), kept.names) == ([0, 10], [10, 8], ("x item 0", "x item 2"))
     first = at_origin(kept, origins, 0)
     assert first.values[:, 0].tolist() == [*range(6), *range(200, 204)]
     assert cut(kept, kept.lengths, np.zeros_like(kept.lengths)).values.tolist() == kept.values.tolist()
     with pytest.raises(
-        DataError, match="x: 9 origins, 2 rows apart, with a horizon of 2 need 21 rows, but the longest series has 10; use fewer"
+        DataError,
+        match="9 origins, 2 rows apart, with a horizon of 2 need 21 rows up to the last time",
     ):
         long_enough(table, Rolling(2, 2, 9), before=3)
 
@@ -148,7 +146,7 @@ def truncated(file: Path, to: Path, drop: int = 0, after: str = "9999") -> Path:
 
 
 def ask(file: Path, tmp_path: Path, *, retrain: bool = False, quantiles: list[float] | None = None, **how: Any) -> Backtest:
-    asked = RollingOptions(stride=2, origins=3)
+    asked = Rolling(stride=2, origins=3)
     known: dict[str, Any] = {"run": tmp_path / "bt", "device": "cpu", "watch": None, "note": print}
     return backtest_spec(parse(spec_for(file, quantiles)), None, asked, retrain=retrain, **(known | how))
 
@@ -191,7 +189,7 @@ def test_what_comes_later_changes_no_forecast(tmp_path: Path) -> None:
     for place, later in enumerate((0.0, 1000.0)):
         told: list[str] = []
         made = backtest_run(
-            run, str(table(tmp_path / f"new-{place}.csv", {"c": 30}, later=later)), RollingOptions(stride=2, origins=3), "cpu", told.append
+            run, str(table(tmp_path / f"new-{place}.csv", {"c": 30}, later=later)), Rolling(stride=2, origins=3), "cpu", told.append
         )
         new.append([row["forecast"] for row in list(rows_of(made))[:4]])
         assert any("series c is not in the training data" in line for line in told)
@@ -210,23 +208,11 @@ def test_origins_are_the_same_times_for_all_series(tmp_path: Path) -> None:
     assert origins.last_O.astype("datetime64[D]").astype(str).tolist() == ["2024-02-01", "2024-02-03", "2024-02-05"]
     assert origins.known_SO.tolist() == [[32, 34, 36], [31, 33, 33], [20, 20, 20]]
     assert origins.made_SO.tolist() == [[True] * 3, [False] * 3, [False] * 3]
-    assert [line.removeprefix(f"{file}: ") for line in told] == [
-        "1 of 4 series has fewer than 9 rows before the first origin and is left out: new",
-        "2 of 4 series end earlier than others and are not forecast from any of the origins, which are the same times for all: b, gone",
-    ]
-    _, _, told = long_enough(whole, Rolling(4, 4, 3), before=9)
-    assert [line.removeprefix(f"{file}: ") for line in told[1:]] == [
-        "1 of 4 series ends earlier than others and is forecast from fewer origins, which are the same times for all: b",
-        "1 of 4 series ends earlier than others and is not forecast from any of the origins, which are the same times for all: gone",
-    ]
+    assert "3 of 4 series lack rows" in told[0]
     for number in range(3):
         known = at_origin(kept, origins, number)
         assert known.times is not None
         assert known.times.keys.max() == origins.last_O[number]
-    # A series that goes on alone, and is too short itself, leaves none to forecast.
-    late = table(tmp_path / "late.csv", {"b": 33, "c": 9}, end={"b": "2024-01-20"})
-    with pytest.raises(DataError, match="counted back from the last time of all series, but no series has 9 rows before the first and 4"):
-        long_enough(series_of(str(late), None, parse(spec_for(late)), labelled=True), Rolling(4, 2, 2), before=9)
 
 
 @pytest.mark.parametrize("retrain", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -242,8 +228,7 @@ def test_no_forecast_is_made_by_a_model_that_has_seen_later_days_of_another_seri
         ("a", "2024-02-05"),
         ("b", "2024-02-01"),
     ]
-    assert any("1 of 3 series ends earlier than others and is forecast from fewer origins" in line for line in told)
-    assert any("1 of 3 series ends earlier than others and is not forecast from any of the origins" in line for line in told)
+    assert any("2 of 3 series lack rows" in line for line in told)
     for origin in range(3):
         known = truncated(file, tmp_path / "known.csv", after=f"2024-02-0{1 + 2 * origin}")
         wanted = cw.predict(tmp_path / "bt" / f"origin-{origin + 1}" if retrain else tmp_path / "bt", known, device="cpu")
@@ -252,7 +237,7 @@ def test_no_forecast_is_made_by_a_model_that_has_seen_later_days_of_another_seri
         assert [row["forecast"] for row in mine] == pytest.approx([same[row["unique_id"], row["ds"]] for row in mine], rel=1e-6)
     if not retrain:
         again: list[str] = []
-        backtest_run(tmp_path / "bt", str(file), RollingOptions(stride=2, origins=3), "cpu", again.append)
+        backtest_run(tmp_path / "bt", str(file), Rolling(stride=2, origins=3), "cpu", again.append)
         assert not any("start within" in line for line in again)
 
 
@@ -260,11 +245,11 @@ def test_origins_within_the_training_rows_are_told(tmp_path: Path) -> None:
     file = table(tmp_path / "all.csv", {"a": 40, "b": 33})
     cw.fit(None, file, spec=spec_for(file), run=tmp_path / "run", device="cpu")
     told: list[str] = []
-    found = backtest_run(tmp_path / "run", None, RollingOptions(horizon=2, origins=4), "cpu", told.append)
+    found = backtest_run(tmp_path / "run", None, Rolling(horizon=2, origins=4), "cpu", told.append)
     assert [line for line in told if line.startswith("4 of 8 forecasts start within the rows that the run was trained on")]
     assert {row["step"] for row in rows_of(found)} == {1, 2}
     with pytest.raises(UserError, match=r"horizon=\.\.\. 9 is more than the 4 steps that the model forecasts; use 4 or less"):
-        backtest_run(tmp_path / "run", None, RollingOptions(horizon=9), "cpu", told.append)
+        backtest_run(tmp_path / "run", None, Rolling(horizon=9), "cpu", told.append)
 
 
 def test_a_page_has_charts_and_scores_in_which_names_are_text(tmp_path: Path) -> None:
@@ -276,7 +261,7 @@ def test_a_page_has_charts_and_scores_in_which_names_are_text(tmp_path: Path) ->
         for k in range(2)
     ]
     scores: Any = [{"origin": None, "step": None, "column": None, "mae": 0.5}, {"origin": None, "step": 1, "column": None, "mae": 0.25}]
-    text = backtest_page(Backtest(tmp_path, data, ("0", "1"), (0.1, 0.9), Rolling(3, 1, 2), forecasts, scores))
+    text = backtest_page(Backtest(tmp_path, data, Rolling(3, 1, 2), ("0", "1"), (0.1, 0.9), forecasts, scores))
     assert "<script" not in text
     assert (text.count("<polygon"), "The first 8 of 12 are drawn" in text, "nan" in text) == (8 * 2, True, False)
     assert (">0.5<" in text, ">0.25<" in text) == (True, False)
@@ -289,7 +274,7 @@ def test_the_command_writes_scores_forecasts_and_a_page(tmp_path: Path, monkeypa
     words = ["backtest", "spec.yaml", "train.max_steps=2", "--origins", "3", "--device", "cpu", "--json", "scores.json"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert "1 of 3 series has fewer than 9 rows before the first origin and is left out: short" in done.stderr
+    assert "1 of 3 series lack rows before the first origin" in done.stderr
     folder = Path("runs/backtest-1")
     with (folder / "backtest.csv").open() as lines:
         assert len(list(csv.DictReader(lines))) == 2 * 3 * 4
@@ -317,7 +302,7 @@ def test_the_command_writes_scores_forecasts_and_a_page(tmp_path: Path, monkeypa
         ),
         (["spec.yaml", "--run", "spec.yaml"], "spec.yaml is a file, but a backtest needs a folder; pass another --run"),
         (["spec.yaml", "--run", "run"], "run already exists and is not empty; pass another --run"),
-        (["spec.yaml", "--origins", "99"], "all.csv: 99 origins, 4 rows apart, with a horizon of 4 need 405 rows, but the longest series"),
+        (["spec.yaml", "--origins", "99"], "all.csv: 99 origins, 4 rows apart, with a horizon of 4 need 405 rows up to the last time"),
         (["spec.yaml", "--json", "none/x.json"], "none/x.json cannot be written: folder none not found; create it, or use another path"),
     ],
 )

@@ -18,8 +18,7 @@ from carrywave.data.tables.table import Table
 from carrywave.errors import DataError
 from carrywave.spec.load import parse
 from carrywave.train import backtest
-from carrywave.train.backtest import Backtest, RollingOptions, backtest_run, backtest_spec
-from carrywave.train.origins import Rolling, at_origin, long_enough, place_origins
+from carrywave.train.backtest import Backtest, Rolling, at_origin, backtest_run, backtest_spec, long_enough, place_origins
 
 HORIZON, STRIDE, ORIGINS = 3, 2, 3
 QUANTILES = (0.1, 0.5, 0.9)
@@ -101,7 +100,7 @@ def spec_for(file: Path | None, *, missing: str = "error", quantiles: tuple[floa
 
 
 def ask(file: Path, run: Path, **how: Any) -> Backtest:
-    asked = RollingOptions(stride=STRIDE, origins=ORIGINS)
+    asked = Rolling(stride=STRIDE, origins=ORIGINS)
     known: dict[str, Any] = {"retrain": False, "run": run, "device": "cpu", "watch": None, "note": lambda line: None}
     return backtest_spec(parse(spec_for(file, **how)), None, asked, **known)
 
@@ -181,7 +180,7 @@ def test_a_series_that_train_does_not_contain_has_the_scale_of_its_past(run: Pat
     rows, told = {"p": 30, "new": 28}, list[str]()
     frame = shops(rows, gaps=True, seed=8).assign(promo=lambda given: given["promo"].replace("tv", "radio"))
     frame.to_csv(run.parent / "later.csv", index=False)
-    found = backtest_run(run, str(run.parent / "later.csv"), RollingOptions(stride=STRIDE, origins=ORIGINS), "cpu", told.append)
+    found = backtest_run(run, str(run.parent / "later.csv"), Rolling(stride=STRIDE, origins=ORIGINS), "cpu", told.append)
     for origin in range(ORIGINS):
         lines: list[str] = []
         wanted = cw.predict(run, cut_at(frame, rows, origin), device="cpu", note=lines.append)
@@ -211,7 +210,7 @@ def test_what_was_not_known_at_an_origin_changes_no_forecast_of_it(run: Path, tm
 
     def forecasts(given: pd.DataFrame) -> list[float]:
         given.to_csv(tmp_path / "given.csv", index=False)
-        asked = RollingOptions(stride=STRIDE, origins=ORIGINS)
+        asked = Rolling(stride=STRIDE, origins=ORIGINS)
         found = backtest_run(run, str(tmp_path / "given.csv"), asked, "cpu", lambda line: None)
         return values(of_origin(rows_of(found), origin))
 
@@ -236,12 +235,12 @@ def test_training_knows_nothing_of_what_came_later(run: Path, tmp_path: Path) ->
 
 
 def test_a_shorter_horizon_leaves_room_for_what_the_model_reads_ahead(run: Path) -> None:
-    asked = RollingOptions(horizon=1, stride=STRIDE, origins=ORIGINS)
+    asked = Rolling(horizon=1, stride=STRIDE, origins=ORIGINS)
     found = backtest_run(run, str(run.parent / "sales.csv"), asked, "cpu", lambda line: None)
     wanted = [row for row in json.loads((run.parent / "rows.json").read_text()) if row["step"] == 1]
     assert [(row["origin"], row["ds"], row["step"]) for row in rows_of(found)] == [(row["origin"], row["ds"], 1) for row in wanted]
     assert values(rows_of(found)) == pytest.approx(values(wanted), rel=1e-6)
-    with pytest.raises(DataError, match="with a horizon of 1 and what is known 3 rows ahead need 204 rows, but the longest series has"):
+    with pytest.raises(DataError, match="with a horizon of 3 need 204 rows up to the last time"):
         long_enough(found.table, Rolling(1, 2, 101, reach=3), before=1)
 
 

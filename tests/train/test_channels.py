@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import carrywave as cw
 from carrywave.prediction.evaluate import evaluate_run
-from carrywave.train.backtest import RollingOptions, backtest_run
+from carrywave.train.backtest import Rolling, backtest_run
 
 HOW: dict[str, Any] = {
     "task": "forecasting",
@@ -77,7 +77,7 @@ def test_metrics_are_those_of_all_and_of_each_column(runs: Path) -> None:
 
 def test_a_backtest_scores_each_column(runs: Path) -> None:
     lines: list[str] = []
-    found = backtest_run(runs / "wide", wide(200), RollingOptions(origins=2), "cpu", lines.append)
+    found = backtest_run(runs / "wide", wide(200), Rolling(origins=2), "cpu", lines.append)
     assert found.columns == COLUMNS
     assert not lines
     [first, second] = found.forecasts

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import carrywave as cw
 from carrywave.errors import SpecError
+from carrywave.runs.checkpoint.atomic_files import read_metadata
 from carrywave.train import loop as loops
 from carrywave.train.evaluations import check_metric, improves, score_of
 from carrywave.train.result import Result
@@ -42,8 +43,7 @@ def test_the_metric_decides(best: str, epoch: int, tmp_path: Path, scripted: Non
     result = fit(tmp_path / "run", best=best, epochs=5)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     step = [row["step"] for row in rows if row["split"] == "valid"][epoch - 1]
-    manifest = json.loads(next((tmp_path / "run/snapshots").glob(f"step-{step:08d}/manifest.json")).read_text())
-    assert manifest["meta"]["progress"]["best_step"] == step
+    assert read_metadata(tmp_path / "run/weights.safetensors")["step"] == str(step)
     assert result.metrics["valid"]["accuracy"] == 0.75
     assert result.metrics["valid"]["loss"] == (2.0 if best == "accuracy" else 0.3)
 

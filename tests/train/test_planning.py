@@ -26,8 +26,7 @@ from carrywave.spec.load import parse
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.train.from_python import _check_workers
 from carrywave.train.start import planning
-from carrywave.train.start.planning import Planned, PlanRequest, best_number, plan_run
-from carrywave.train.start.run_source import plan_before
+from carrywave.train.start.planning import Planned, PlanRequest, best_number, plan_before, plan_run
 
 ALONE = World.alone(torch.device("cpu"))
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import carrywave as cw
 from carrywave.data.sequences import View
-from carrywave.runs.checkpoint.snapshot import weights_metadata
+from carrywave.runs.checkpoint.weights import weights_metadata
 from carrywave.tasks.metrics.kept_forecasts import KeptForecasts
 from carrywave.train.held_out import choose
 

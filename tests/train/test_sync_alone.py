@@ -35,7 +35,7 @@ def rows_of(run: Path, split: str) -> list[dict[str, Any]]:
 
 
 def snapshots(run: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (run / "snapshots").glob("step-*"))
+    return sorted(int(path.stem.removeprefix("step-")) for path in (run / "snapshots").glob("step-*"))
 
 
 def test_rows_evaluations_and_snapshots_wait_for_a_meeting(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from carrywave.data.tables.channels import backward, forward
 from carrywave.errors import DataError, SpecError
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.spec.load import parse
-from carrywave.train.backtest import RollingOptions, backtest_run
+from carrywave.train.backtest import Rolling, backtest_run
 
 HOW: dict[str, Any] = {"task": "forecasting", "batch": {"lanes": 3, "steps": 8}, "device": "cpu", "progress": False}
 
@@ -40,7 +40,7 @@ def test_metrics_and_scores_are_in_the_units_of_the_file(tmp_path: Path, kind: s
     data = {"horizon": 2, "season": 3, "transform": kind, "channels": channels}
     cw.fit({"hidden": 4, "layers": 1}, frame(), data=data, train={"epochs": 2, "precision": "fp64"}, run=tmp_path / "run", **HOW)
     later = frame(170)
-    found = backtest_run(tmp_path / "run", later, RollingOptions(stride=1, origins=168), "cpu", lambda _: None)
+    found = backtest_run(tmp_path / "run", later, Rolling(stride=1, origins=168), "cpu", lambda _: None)
     error = np.stack([each.forecast_HCQ[..., 0] - each.truth_HC for each in found.forecasts])
     row: dict[str, Any] = evaluate_run(tmp_path / "run", later, "cpu", by=("step",), note=lambda _: None)
     assert row["by_step"][0]["targets"] == len(found.forecasts) == 168

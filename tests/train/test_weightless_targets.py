@@ -23,7 +23,7 @@ from carrywave.tasks.first_weights import class_counts, label_counts
 from carrywave.tasks.mase_scale import change
 from carrywave.tasks.ridge import fit_line
 from carrywave.tasks.views import Naive
-from carrywave.train.backtest import RollingOptions, backtest_run
+from carrywave.train.backtest import Rolling, backtest_run
 
 MODEL = {"hidden": 6, "layers": 1, "dropout": 0.0}
 DRAW = np.random.default_rng(7)
@@ -152,7 +152,7 @@ def test_a_backtest_does_not_score_days_of_weight_0(tmp_path: Path) -> None:
     frame = table()
     run = fitted(frame, tmp_path)
     for given in (None, str(tmp_path / "table.csv"), frame):
-        found = backtest_run(run, given, RollingOptions(None, None, 4), "cpu", lambda _: None)
+        found = backtest_run(run, given, Rolling(origins=4), "cpu", lambda _: None)
         truth, made, naive = (
             np.array([getattr(each, name) for each in found.forecasts])[..., 0] for name in ("truth_HC", "forecast_HCQ", "naive_HC")
         )

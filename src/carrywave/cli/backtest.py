@@ -35,9 +35,7 @@ def backtest(
     data: Annotated[str | None, typer.Option(metavar="FILE", help="Data to backtest on. Default: the training file.")] = None,
     horizon: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps ahead of each origin. Default: data.horizon.")] = None,
     stride: Annotated[int | None, typer.Option(min=1, metavar="N", help="Rows from one origin to the next. Default: the horizon.")] = None,
-    origins: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Origins; the last is a horizon before the end. Default: 5.")
-    ] = None,
+    origins: Annotated[int, typer.Option(min=1, metavar="N", help="Origins; the last is a horizon before the end.")] = 5,
     retrain: Annotated[bool, typer.Option("--retrain", help="Train anew for every origin, on all rows before it.")] = False,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of what is trained. Default: runs/backtest-NUMBER.")] = None,
     device: DeviceOption = Device.auto,
@@ -56,7 +54,7 @@ def backtest(
     with leaving_at_once():
         from carrywave.train import backtest as backtesting
 
-    request = backtesting.RollingOptions(horizon, stride, origins)
+    request = backtesting.Rolling(horizon, stride, origins)
     if trained is not None and not retrain:
         result = backtesting.backtest_run(Path(trained), data, request, device.value, note)
     else:

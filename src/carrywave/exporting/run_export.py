@@ -108,7 +108,7 @@ def _safetensors(saved: Saved, folder: Path) -> Exported:
     description = describe(saved.task, Portable(saved.model), "safetensors", precision)
     with _whole_or_nothing(folder) as draft:
         with (draft / "model.safetensors").open("wb") as file:
-            write_tensors(file, named, about, sealed=True)
+            write_tensors(file, named, about)
         (draft / DESCRIPTION).write_text(description, encoding="utf-8")
     return Exported(folder, ("model.safetensors", DESCRIPTION))
 

@@ -24,8 +24,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan, resolve
 from carrywave.runs.checkpoint.atomic_files import read_tensors
-from carrywave.runs.checkpoint.snapshot import weights_metadata
-from carrywave.runs.checkpoint.trainer_parts import take_weights
+from carrywave.runs.checkpoint.weights import take_weights, weights_metadata
 from carrywave.runs.run import Run
 from carrywave.runs.run_place import BANDS, LINEAR
 from carrywave.spec.facts import DataFacts
@@ -189,7 +188,8 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, MaseScale, bool, bool]:
     try:
         scale = MaseScale.from_json(recorded.pop("scale"), len(codec.targets))
         own_model, given_codec = (bool(recorded.pop(name, False)) for name in ("own_model", "given_codec"))
-        recorded.pop("files", None)  # see `files_of`
+        for name in ("files", "init"):  # of the run, not of the data
+            recorded.pop(name, None)
         facts = DataFacts.of(recorded)
         expected = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
         expected |= {"known": len(codec.known_columns), "fixed": len(codec.fixed)}

@@ -13,7 +13,8 @@ from carrywave.data.tables.table import Table
 from carrywave.report.blocks import Block, Listing, PagePart, page
 from carrywave.report.chart import LETTER, Area, Chart, Curve
 from carrywave.report.figures import metric_text
-from carrywave.train.backtest import Backtest, OriginForecast, times_of
+from carrywave.train.backtest import Backtest, times_of
+from carrywave.train.backtest_scores import OriginForecast
 
 WIDTH = 1000  # pixels
 MOST_CHARTS = 8

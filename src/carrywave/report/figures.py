@@ -146,14 +146,13 @@ def running_seconds(record: RunRecord) -> float:
 
 
 def restarts(record: RunRecord) -> list[list[str]]:
-    """Every start after the first, and every return to a snapshot: when, what, from which step, and how many steps were computed again."""
+    """Every start after the first, and every return to a snapshot: when, what, and from which step."""
     rows = []
     events = [row for row in record.history if row.get("event") in ("start", "back")]
     for row in events[1:]:
-        step, reached = row.get("step"), row.get("reached")
+        step = row.get("step")
         what = "went back after a non-finite step" if row["event"] == "back" else "restarted" if row.get("attempt") else "resumed"
-        again = str(max(0, int(reached) - int(step))) if is_number(reached) and is_number(step) else "not known"
-        rows.append([_moment(row.get("time")), what, f"{step:,}" if is_number(step) else "not known", again])
+        rows.append([_moment(row.get("time")), what, f"{step:,}" if is_number(step) else "not known"])
     return rows
 
 

@@ -79,7 +79,7 @@ def _times(record: RunRecord) -> Iterator[Block]:
     for place, (title, (points, how)) in enumerate(drawn.items()):
         yield from _drawn(Chart(title, [Curve(title, points, f"c{2 + place}")], zero=True, **how))
     if restarts := figures.restarts(record):
-        yield Listing("Restarts", ("when", "what", "from step", "steps computed again"), restarts)
+        yield Listing("Restarts", ("when", "what", "from step"), restarts)
 
 
 def _drawn(chart: Chart) -> Iterator[Chart]:

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from pydantic import TypeAdapter, ValidationError
 
 from carrywave.errors import RunError, option
 
@@ -45,46 +44,30 @@ class Owner:
 
 def read(folder: Path) -> Owner | None:
     """The recorded owner; None if there is none, or the record is unreadable."""
-    try:
-        return TypeAdapter(Owner).validate_json((folder / FILE).read_bytes()) if (folder / FILE).is_file() else None
-    except (OSError, ValidationError):
-        return None
-
-
-def beats(folder: Path) -> bool:
-    """True if a process trains the run, as far as its last heartbeat tells."""
-    try:
-        return time.time() - (folder / FILE).stat().st_mtime < SILENT_SECONDS
-    except OSError:
-        return False
+    with suppress(OSError, ValueError, TypeError):
+        return Owner(**json.loads((folder / FILE).read_bytes()))
+    return None
 
 
 class Claim:
     """This process's ownership of a run, from `take` to `release`."""
 
-    def __init__(self, folder: Path, owner: Owner, lock: FileLock) -> None:
-        self.folder, self._owner, self._lock = folder, owner, lock
-        self._lost: str | None = None
+    def __init__(self, folder: Path, lock: FileLock) -> None:
+        self.folder, self._lock = folder, lock
+        self._owner = Owner(os.uname().nodename, os.getpid(), secrets.token_hex(8))
         self._over = threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._beat, name="carrywave-owner", daemon=True)
         self._thread.start()
 
-    @property
-    def lost(self) -> bool:
-        """True if another process owns the run by now, or its folder or file is gone."""
-        return self._lost is not None
-
     def check(self) -> None:
-        """Raise if this process no longer owns the run, as of the last heartbeat; this costs nothing."""
-        if self._lost is not None:
-            raise RunError(self._lost)
-
-    def look(self) -> None:
-        """As `check`, but reads the file first; for use before something large is written."""
-        if not self._over.is_set():
-            self._see()
-        self.check()
+        """Raise if another process owns the run by now, or its folder or file is gone."""
+        recorded = read(self.folder)
+        if recorded is not None and recorded.token != self._owner.token:
+            raise RunError(f"{self.folder} was taken over by {recorded} because this process sent no heartbeat; this process stops")
+        if recorded is None and not (self.folder / FILE).exists():
+            gone = "folder" if not self.folder.is_dir() else f"file {FILE}"
+            raise RunError(f"the {gone} of run {self.folder} was removed during training; restart the run, and leave it in place")
 
     def release(self) -> None:
         """Give up the run. A second call does nothing."""
@@ -94,25 +77,21 @@ class Claim:
         self._thread.join(BEAT_SECONDS)
         recorded = read(self.folder)
         if recorded is not None and recorded.token == self._owner.token:
-            _remove(self.folder, *FILES)  # the lock too: whoever opened it meanwhile opens it again
+            with suppress(OSError):
+                for name in FILES:  # the lock too: whoever opened it meanwhile opens it again
+                    (self.folder / name).unlink(missing_ok=True)
         self._lock.release()
-
-    def _see(self) -> None:
-        recorded = read(self.folder)
-        if recorded is not None and recorded.token != self._owner.token:
-            self._lost = f"{self.folder} was taken over by {recorded} because this process sent no heartbeat; this process stops"
-        elif not self.folder.is_dir() or not (self.folder / FILE).exists():
-            gone = "folder" if not self.folder.is_dir() else f"file {FILE}"
-            self._lost = f"the {gone} of run {self.folder} was removed during training; restart the run, and leave it in place"
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
-            with suppress(OSError):  # a disk that does not respond now may do so at the next beat
-                self._see()
-                if self._lost is not None:
-                    return
+            try:
+                self.check()
                 self._owner = replace(self._owner, beats=self._owner.beats + 1)
                 self._write()
+            except OSError:
+                continue  # a disk that does not respond now may do so at the next beat
+            except RunError:
+                return  # the next write finds out too
 
     def _write(self) -> None:
         """Replace the record at once: whoever reads it sees a whole one."""
@@ -132,33 +111,34 @@ def take(folder: Path, say: Callable[[str], None] = lambda _: None) -> Claim:
         recorded = read(folder)
         if recorded is not None and recorded.host != os.uname().nodename and _moves(folder, recorded, say):
             raise _held(folder)
-        return Claim(folder, Owner(os.uname().nodename, os.getpid(), secrets.token_hex(8)), lock)
+        return Claim(folder, lock)
     except BaseException:
         lock.release()
         raise
 
 
+def is_held(folder: Path) -> bool:
+    """True if a process of this host trains the run in a folder."""
+    if not (folder / LOCK).exists():
+        return False
+    lock = FileLock(folder / LOCK, is_singleton=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
 def refuse_held(folder: Path) -> None:
     """Raise if a process of this host trains the run in a folder."""
-    if (folder / LOCK).exists():
-        take_and_let_go = FileLock(folder / LOCK, is_singleton=False)
-        try:
-            take_and_let_go.acquire(blocking=False)
-        except Timeout:
-            raise RunError(f"{folder} is being trained by {_who(folder)}; use another {option('run')}") from None
-        take_and_let_go.release()
+    if is_held(folder):
+        raise RunError(f"{folder} is being trained by {read(folder) or 'another process'}; use another {option('run')}")
 
 
 def _held(folder: Path) -> RunError:
-    return RunError(f"{folder} is being trained by {_who(folder)}; wait until it ends, stop it, or use another {option('run')}")
-
-
-def _who(folder: Path) -> Owner | str:
-    """The owner, who may have taken the lock only just now."""
-    deadline = time.monotonic() + 1.0
-    while (recorded := read(folder)) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return recorded or "another process"
+    who = read(folder) or "another process"
+    return RunError(f"{folder} is being trained by {who}; wait until it ends, stop it, or use another {option('run')}")
 
 
 def _moves(folder: Path, recorded: Owner, say: Callable[[str], None]) -> bool:
@@ -173,9 +153,3 @@ def _moves(folder: Path, recorded: Owner, say: Callable[[str], None]) -> bool:
         if now is not None and now != recorded:
             return True
     return False
-
-
-def _remove(folder: Path, *names: str) -> None:
-    with suppress(OSError):
-        for name in names:
-            (folder / name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Copies of a run's metrics for others: TensorBoard's events in `tb/`, and the records of MLflow and Weights & Biases (`train.track`).
 
-Each tracker works in a thread of its own, so a slow one does not delay the run, and one that fails is given up with a line: metrics.jsonl
-has every row. Rows that a resume takes back and writes again are sent again, with the same values.
+A tracker that fails is given up with a line: metrics.jsonl has every row. Rows that a resume takes back and writes again are sent again,
+with the same values.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import importlib.util
 import json
 import os
 import secrets
-import threading
+import socket
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -25,26 +23,22 @@ from carrywave.errors import SpecError, one_line
 from carrywave.spec.spec import Spec
 
 EVENTS, FOLDER = "tb", "tracking"  # within the run's
-CLOSE_SECONDS = 60.0  # that the end of a run waits for trackers, of which some take long to begin
 
 Row = Mapping[str, float | int | str | bool | None]
-Ending = Literal["finished", "stopped", "failed"]
+TrackerEnding = Literal["finished", "stopped", "failed"]
 
 
 class Tracker(Protocol):
-    """A record of one run, elsewhere. All of it is called from one thread, and any exception ends the record, not the run."""
+    """A record of one run, elsewhere. Any exception ends the record, not the run."""
 
-    def open(self) -> None:
-        """Begin a record, or continue the one that an earlier process of this run began."""
+    def open(self, after: int | None) -> None:
+        """Begin a record, or continue the one that an earlier process of this run began: everything after this step comes again."""
 
     def add(self, row: Row) -> None:
         """Add a row of metrics.jsonl."""
 
-    def go_back(self, step: int) -> None:
-        """Everything after this step will come again."""
-
-    def close(self, how: Ending) -> None:
-        """Complete the record: the run has ended."""
+    def close(self, how: TrackerEnding) -> None:
+        """Complete the record: the run has ended, or goes back."""
 
 
 class TensorBoard:
@@ -52,31 +46,30 @@ class TensorBoard:
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self._folder = folder / EVENTS
-        self._writer: Any = None
-        self._after: int | None = None  # TensorBoard discards what an earlier file has from this step on
+        self._file: Any = None
 
-    def open(self) -> None:
-        """Nothing yet: a run without rows has no events."""
+    def open(self, after: int | None) -> None:
+        # Its own writer works in a thread, which prints a traceback where the disk is full; and torch's takes a second to import.
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        self._folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = RecordWriter((self._folder / name).open("wb", buffering=0))
+        self._write(file_version="brain.Event:2")
+        if after is not None:  # TensorBoard discards what an earlier file has from this step on
+            self._write(step=after + 1, session_log={"status": "START"})
 
     def add(self, row: Row) -> None:
-        if self._writer is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of TensorBoard's own imports, about which a user can do nothing
-                from torch.utils.tensorboard import SummaryWriter
-            threading.excepthook = _without_events(threading.excepthook)
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._after)
-        for name, value in row.items():
-            if isinstance(value, float):
-                self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"])
+        values = [{"tag": f"{row['split']}/{name}", "simple_value": value} for name, value in row.items() if isinstance(value, float)]
+        self._write(step=row["step"], summary={"value": values})
 
-    def go_back(self, step: int) -> None:
-        self.close("stopped")
-        self._after = step + 1
+    def close(self, how: TrackerEnding) -> None:
+        self._file.close()
 
-    def close(self, how: Ending) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def _write(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+        self._file.write(Event(wall_time=time.time(), **event).SerializeToString())
 
 
 class Mlflow:
@@ -87,7 +80,7 @@ class Mlflow:
         self._client: Any = None
         self._id = ""
 
-    def open(self) -> None:
+    def open(self, after: int | None) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody asked to be counted by MLflow's makers
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -120,10 +113,7 @@ class Mlflow:
         now = round(time.time() * 1000)
         self._client.log_batch(self._id, metrics=[Metric(name, value, now, row["step"]) for name, value in numbers_of(row)])
 
-    def go_back(self, step: int) -> None:
-        """Nothing: the same values come again."""
-
-    def close(self, how: Ending) -> None:
+    def close(self, how: TrackerEnding) -> None:
         self._client.set_terminated(self._id, status={"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[how])
 
 
@@ -134,7 +124,7 @@ class Wandb:
         self._folder, self._settings = folder, settings
         self._run: Any = None
 
-    def open(self) -> None:
+    def open(self, after: int | None) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nobody asked for its crashes to be reported
         import wandb
 
@@ -161,24 +151,8 @@ class Wandb:
     def add(self, row: Row) -> None:
         self._run.log({"step": row["step"], **dict(numbers_of(row))})
 
-    def go_back(self, step: int) -> None:
-        """Nothing: the same values come again."""
-
-    def close(self, how: Ending) -> None:
+    def close(self, how: TrackerEnding) -> None:
         self._run.finish(exit_code={"finished": 0, "stopped": 130, "failed": 1}[how])
-
-
-def _without_events(before: Callable[[threading.ExceptHookArgs], object]) -> Callable[[threading.ExceptHookArgs], object]:
-    """A hook that prints no traceback of a full disk in TensorBoard's own thread: its next call raises the same error."""
-    if getattr(before, "without_events", False):
-        return before
-
-    def hook(failed: threading.ExceptHookArgs, /) -> None:
-        if not (type(failed.thread).__module__.startswith("tensorboard.") and issubclass(failed.exc_type, OSError)):
-            before(failed)
-
-    hook.without_events = True  # type: ignore[attr-defined]
-    return hook
 
 
 TRACKERS: dict[str, Callable[[Path, Mapping[str, str]], Tracker]] = {"mlflow": Mlflow, "wandb": Wandb}
@@ -192,12 +166,13 @@ def check_installed(wanted: Sequence[str]) -> None:
 
 
 class Tracking:
-    """The trackers of one run, as a context; without any, all of this does nothing."""
+    """The trackers of one run, as a context; each is opened by its first row."""
 
     def __init__(self, trackers: Mapping[str, Tracker], say: Callable[[str], None]) -> None:
-        self._copies = [_Copy(name, tracker) for name, tracker in trackers.items()]
+        self._trackers, self._open = dict(trackers), set[str]()
+        self._after: int | None = None  # the step that the run goes on from
         self._say = say
-        self.how: Ending = "finished"  # how the run ended
+        self.how: TrackerEnding = "finished"  # how the run ended
 
     @staticmethod
     def of(spec: Spec, folder: Path, say: Callable[[str], None]) -> Tracking:
@@ -210,56 +185,41 @@ class Tracking:
 
     def add(self, row: Row) -> None:
         """Send a row to each of them."""
-        for copy in self._copies:
-            copy.work.put(lambda tracker: tracker.add(row))
-        self._tell()
+        for name in list(self._trackers):
+            with self._given_up(name) as tracker:
+                if name not in self._open:
+                    tracker.open(self._after)
+                    self._open.add(name)
+                tracker.add(row)
 
     def go_back(self, step: int) -> None:
         """The run continues from this step."""
-        for copy in self._copies:
-            copy.work.put(lambda tracker: tracker.go_back(step))
+        self._close("stopped")
+        self._after = step
 
     def __enter__(self) -> Self:
-        for copy in self._copies:
-            copy.thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        how: Ending = self.how if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        for copy in self._copies:
-            copy.work.put(lambda tracker: tracker.close(how))
-            copy.work.put(None)
-        deadline = time.monotonic() + CLOSE_SECONDS
-        for copy in self._copies:
-            copy.thread.join(max(0.0, deadline - time.monotonic()))
-            if copy.thread.is_alive():
-                copy.failure = copy.failure or f"it did not take the last rows within {CLOSE_SECONDS:g} seconds"
-        self._tell()
+        self._close(self.how if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed")
 
-    def _tell(self) -> None:
-        """Say, once, that a tracker is not getting what it should."""
-        for copy in [copy for copy in self._copies if copy.failure is not None]:
-            self._copies.remove(copy)
-            self._say(f"{copy.name} no longer records this run: {copy.failure}; training goes on, and metrics.jsonl has every row")
+    def _close(self, how: TrackerEnding) -> None:
+        for name in sorted(self._open):
+            with self._given_up(name) as tracker:
+                self._open.discard(name)
+                tracker.close(how)
 
-
-class _Copy:
-    """One tracker, what it still has to do, and why it ended before the run did."""
-
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self.name, self.tracker = name, tracker
-        self.failure: str | None = None
-        self.work: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=f"carrywave-{name}", daemon=True)
-
-    def _run(self) -> None:
+    @contextmanager
+    def _given_up(self, name: str) -> Iterator[Tracker]:
+        """Give a tracker up if it fails, even by sys.exit: whatever goes wrong in somebody else's package is no reason to end the run."""
         try:
-            self.tracker.open()
-            while (work := self.work.get()) is not None:
-                work(self.tracker)
-        except BaseException as error:  # even sys.exit: whatever goes wrong in somebody else's package is no reason to end the run
+            yield self._trackers[name]
+        except (Exception, SystemExit) as error:
+            del self._trackers[name]
+            self._open.discard(name)
             line = one_line(error)
-            self.failure = f"{type(error).__name__}: {line}" if line else type(error).__name__
+            why = f"{type(error).__name__}: {line}" if line else type(error).__name__
+            self._say(f"{name} no longer records this run: {why}; training goes on, and metrics.jsonl has every row")
 
 
 def numbers_of(row: Row) -> Iterator[tuple[str, float]]:

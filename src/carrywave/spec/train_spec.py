@@ -167,7 +167,7 @@ class TrainSpec(Section):
     snapshot_every: Annotated[int, Field(ge=0)] | None = Field(
         1000, description="optimizer steps between snapshots within an epoch; 0: only at the end of each epoch, where one is always taken"
     )
-    keep: Positive = Field(2, description="snapshots to keep, in addition to the best one")
+    keep: Positive = Field(2, description="snapshots to keep")
     sync: Literal["step", "local", "diloco", "async"] = Field(
         "step",
         description="when replicas exchange: at every step, as one device would compute; or, each another algorithm for slow links, see "

@@ -15,8 +15,7 @@ from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import fill
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import raise_on_all
-from carrywave.runs import history
-from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
+from carrywave.runs.checkpoint.weights import load_parameters, read_weights
 from carrywave.runs.tracking import Tracking
 from carrywave.step.sync.pushing import Pushing
 from carrywave.tasks.baselines import PREFIXES, beside, verdicts
@@ -37,9 +36,9 @@ def shown(model: Model | OpaqueModel) -> nn.Module:
 
 def finish(start: Start, loop: Loop) -> Result:
     """Train what is left to train, or until a stop is asked for, and evaluate the best weights."""
-    request, reached = start.asked, dict[str, dict[str, float]]()
+    request, reached, trains = start.asked, dict[str, dict[str, float]](), loop.trains
     # A stop may be heard of again after it was agreed on: each worker whose launcher is gone learns of that by itself.
-    with Stop() as stop, loop.checkpointer.watched(), start.folder.tracking or Tracking({}, loop.watch.say) as tracking:
+    with Stop() as stop, start.folder.tracking or Tracking({}, loop.watch.say) as tracking:
         loop.stop = stop
         try:
             ending = loop.state.ending or loop.run(stop)
@@ -47,9 +46,9 @@ def finish(start: Start, loop: Loop) -> Result:
         except Stopped as interruption:
             ending = interruption.reason
         tracking.how = "stopped" if ending in ASKED else "finished"
-        if history.unended(loop.folder.path):  # the files of a finished run stay as they are
+        if trains or not loop.folder.ended:  # the files of a finished run stay as they are
             with suppress(RunError):  # a run that is complete does not fail over a line of its history
-                loop.folder.write_history(history.end_row(loop.state.step, ending))
+                loop.folder.write_history("end", step=loop.state.step, ending=ending)
         if ending in ASKED:
             loop.watch.end(f"{ending} at step {loop.state.step}; resume with: {_again_with(start, loop)}")
             reached = {}

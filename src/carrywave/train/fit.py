@@ -8,6 +8,7 @@ optimizer, the carry and a position is all that a run needs to go on bit for bit
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,8 +26,6 @@ from carrywave.parallel.devices import pick_device
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World, check_agreement, join, leave, raise_on_all
-from carrywave.runs import history
-from carrywave.runs.run_place import TIMING
 from carrywave.runs.tracking import Tracking
 from carrywave.runs.watcher import Silent, Watcher
 from carrywave.spec.spec import Spec
@@ -79,10 +78,9 @@ def carry_out(asked: RunRequest, world: World) -> Result:
                 return Result(start.folder.path, None, {}, shown(model), ready.task, ready.data.about)
             with unwinding(launch_record.trains):
                 loop = make_loop(start, ready, mesh, model)
-                left = history.last_trace(start.folder.path / TIMING)  # of an earlier process, before the logs are cut back
                 if start.snapshot is not None:
                     resume(start, loop)
-                write_start(start, ready, loop, left)
+                write_start(start, ready, loop)
                 return finish(start, loop)
 
 
@@ -107,31 +105,31 @@ def make_loop(start: Start, ready: Ready, mesh: Mesh, model: Model | OpaqueModel
 def resume(start: Start, loop: Loop) -> None:
     """Go on from the snapshot: weights, optimizer, carry and position are its, and the metrics are cut back to it."""
     assert start.snapshot is not None
-    train_spec, checkpointer = loop.spec.train, loop.checkpointer
-    state = loop.state = checkpointer.restore(start.snapshot)
-    state.extend(train_spec)
-    checkpointer.restore_weights(state, start.snapshot)
+    train_spec = loop.spec.train
+    state = loop.state = loop.checkpointer.restore(start.snapshot)
     resuming = f"resuming from step {state.step} (epoch {state.epoch + 1})"
     start.asked.watch.say(resuming if state.trains(train_spec) else state.over(train_spec))
 
 
-def write_start(start: Start, ready: Ready, loop: Loop, left: history.Trace | None) -> None:
+def write_start(start: Start, ready: Ready, loop: Loop) -> None:
     """Write what a run consists of before its first step. The files of a finished run describe what was trained, so they stay."""
     folder, spec, world = start.folder, ready.spec, start.world
     with raise_on_all(world):
         if loop.trains:
             folder.write_json("plan.json", plan_file(ready, loop.trainer))
             folder.write_json("codec.json", json.loads(ready.data.codec.to_json()))
-            given = {"own_model": start.asked.model is not None, "given_codec": start.codec is not None, "files": dict(ready.files)}
+            given = {
+                "own_model": start.asked.model is not None,
+                "given_codec": start.codec is not None,
+                "files": dict(ready.files),
+                "init": start.init,
+            }
             folder.write_json("facts.json", asdict(ready.data.facts) | {"scale": ready.task.scale.to_json()} | given)
             if ready.task.linear is not None:
                 folder.write_linear(ready.task.linear.tensors())
-            if start.snapshot is None:
-                folder.expect_snapshot(start.init)
             folder.write_spec(spec)  # last: a folder without it has no run yet, however the process ended
-        if loop.trains or history.unended(folder.path):
-            folder.write_history(started(loop, left))
-    loop.checkpointer.writer.meet()
+        if loop.trains or not folder.ended:
+            folder.write_history("start", **started(loop))
 
 
 def plan_file(ready: Ready, trainer: Trainer) -> dict[str, Any]:
@@ -141,13 +139,13 @@ def plan_file(ready: Ready, trainer: Trainer) -> dict[str, Any]:
     return asdict(trainer.plan) | {"backends": named, "transport": transport_of(ready.spec, trainer.model, mesh), "workers": seats}
 
 
-def started(loop: Loop, left: history.Trace | None) -> dict[str, Any]:
-    """The line of the run's history that training starts here; `left` is how far an earlier process got."""
+def started(loop: Loop) -> dict[str, Any]:
+    """What the run's history says of this start."""
     device = loop.trainer.device
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    versions = {"carrywave": __version__, "torch": torch.__version__}
+    versions = {"carrywave": __version__, "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     attempt, workers = launch_record.attempt(), loop.trainer.plan.workers
-    return history.start_row(loop.state.step, left, attempt=attempt, workers=workers, device=named, versions=versions)
+    return {"step": loop.state.step, "attempt": attempt, "workers": workers, "device": named} | versions
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from carrywave.prediction.saved_run import codec_of
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import Logged
 from carrywave.spec.load import load_own
-from carrywave.train.backtest import ORIGINS, RollingOptions, backtest_run, rows_of
+from carrywave.train.backtest import ORIGINS, Rolling, backtest_run, rows_of
 from carrywave.train.from_python import fit
 from carrywave.train.result import Result
 
@@ -235,7 +235,7 @@ class Forecaster:
         """
         run = self._opened("backtest")
         self._check(frame, "the frame")
-        result = backtest_run(run, frame, RollingOptions(stride=stride, origins=origins), self.device, Logged().say)
+        result = backtest_run(run, frame, Rolling(stride=stride, origins=origins), self.device, Logged().say)
         rows = list(rows_of(result))
         return frame_like(frame, rows, alike={"origin": result.table.time} if result.table.time is not None else None)
 

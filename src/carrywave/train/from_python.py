@@ -25,7 +25,7 @@ from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import join
 from carrywave.plan.plan import Plan
 from carrywave.prediction.saved_run import codec_of, facts_of, open_run
-from carrywave.runs.checkpoint.trainer_parts import take_weights
+from carrywave.runs.checkpoint.weights import take_weights
 from carrywave.runs.display import watcher_of_call
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import Silent, Watcher

@@ -10,6 +10,7 @@ Shapes: N origins, H horizon, C columns, K shares, G groups of origins.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from carrywave.model.model import Model
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.world import from_rank_0, raise_on_all
 from carrywave.prediction.evaluation import Details, evaluate
-from carrywave.runs.checkpoint.snapshot import weights_metadata
+from carrywave.runs.checkpoint.weights import weights_metadata
 from carrywave.runs.run_place import BANDS
 from carrywave.spec.spec import Spec
 from carrywave.tasks.metrics.bands import fitting, within_own
@@ -138,7 +139,7 @@ def _take(loop: Loop, share: float) -> None:
                 parameter.mul_(share)
     named = trainer.gathered(each_once=True)
     with raise_on_all(trainer.mesh.world, same_message=True, no_timeout=True):
-        loop.folder.write_weights(named, step, share)
+        loop.folder.write_weights(named, step, best=json.dumps(loop.state.best), share=str(share))
 
 
 def _measured(loop: Loop, shares: tuple[float, ...], kept: KeptForecasts) -> Mapping[str, float]:

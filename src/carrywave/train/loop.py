@@ -6,6 +6,7 @@ depends on the clock goes only to the watcher and to timing.jsonl.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,6 @@ from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import raise_on_all
 from carrywave.prediction.evaluation import evaluate as evaluate_part
-from carrywave.runs.history import back_row
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import StepInfo, Watcher
 from carrywave.step.nonfinite import BACK_FACTOR, Seen
@@ -101,7 +101,7 @@ class Loop:
                     self._epoch(stop)
                     self.check()
                     reason = self._stop_reason(stop)
-                    self.checkpointer.save(self.state, final=reason is not None or not self.trains)
+                    self.checkpointer.save(self.state)
                     if reason is not None:
                         return reason
                 except Diverged as error:
@@ -109,7 +109,7 @@ class Loop:
         except Stopped as stopped:
             self.state.ending = None  # the evaluation that would have ended the run is still pending
             self.check()
-            self.checkpointer.save(self.state, final=True)
+            self.checkpointer.save(self.state)
             return stopped.reason
         self.state.ending = self.state.ending or "done"
         return self.state.ending
@@ -119,7 +119,7 @@ class Loop:
         self.write_row()
         self._evaluate()
         self.state.ending = self.state.ending or "done"
-        self.checkpointer.save(self.state, final=True)
+        self.checkpointer.save(self.state)
 
     def _epoch(self, stop: Stop) -> None:
         """Train from the cursor to the end of its epoch, then evaluate; return early if a stop is requested."""
@@ -278,7 +278,7 @@ class Loop:
         at = self.state
         check_can_go_back(at, self.spec.train, error)
         self.state = replace(self.checkpointer.go_back(), backs=at.backs + 1)
-        self.folder.write_history(back_row(self.state.step, at.step))
+        self.folder.write_history("back", step=self.state.step)
         if self.meetings is not None:
             self.meetings.forget()
         self.watch.say(went_back(self.state, error))
@@ -332,7 +332,7 @@ class Loop:
         named = self.trainer.gathered(each_once=True)
         heartbeat.rest()  # a slow disk is no hang
         with raise_on_all(self.trainer.mesh.world, same_message=True, no_timeout=True):
-            self.folder.write_weights(named, self.state.step)
+            self.folder.write_weights(named, self.state.step, best=json.dumps(self.state.best))
         heartbeat.mark()
 
     def evaluate(self, part: Part, *, weights_step: int | None = None, trained: bool = False) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The state of a run between two steps: everything the loop knows besides the trainer, and whether there is more to do.
 
-A snapshot saves it as plain JSON values and a few tensors, and restores it, without knowing the loop.
+A snapshot holds it as plain JSON values.
 """
 
 from __future__ import annotations
@@ -51,20 +51,15 @@ class LoopState:
         """The state before the first step."""
         return LoopState(torch.zeros(5, dtype=torch.float64, device=device))
 
-    def numbers(self) -> dict[str, Any]:
-        """Everything but the tensors, as plain JSON values."""
-        values = asdict(replace(self, sums=torch.empty(0)))
-        del values["sums"]
-        return values
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors, by name."""
-        return {"sums": self.sums}
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        return asdict(replace(self, sums=torch.empty(0))) | {"sums": self.sums.tolist()}
 
     @staticmethod
-    def of(numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> LoopState:
-        """The state from what `numbers` and `tensors` returned."""
-        return LoopState(tensors["sums"].to(device), **{**numbers, "rate": rates.from_json(numbers["rate"])})
+    def of_json(values: Mapping[str, Any], device: torch.device) -> LoopState:
+        """The state from what `to_json` returned."""
+        sums = torch.tensor(values["sums"], dtype=torch.float64, device=device)
+        return LoopState(**{**values, "sums": sums, "rate": rates.Rate(**values["rate"])})
 
     def logged(self) -> None:
         """Begin new sums: the old ones have been written."""

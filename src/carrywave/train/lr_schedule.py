@@ -7,11 +7,8 @@ plan, follows the same schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from carrywave.errors import RunError, option
 from carrywave.spec.train_spec import TrainSpec
 
 
@@ -60,13 +57,3 @@ def after_evaluation(spec: TrainSpec, state: Rate, loss: float) -> Rate:
 def stops_early(spec: TrainSpec, state: Rate) -> bool:
     """True if training ends because too many evaluations in a row brought no improvement."""
     return bool(spec.early_stop) and state.since_best >= (spec.early_stop or 0)
-
-
-def from_json(kept: Mapping[str, Any]) -> Rate:
-    """The state from a snapshot."""
-    fields = {"scale": (int, float), "best": (int, float, type(None)), "bad_evals": (int,), "since_best": (int,)}
-    if set(kept) != set(fields) or any(not isinstance(kept[name], kinds) for name, kinds in fields.items()):
-        raise RunError(
-            f"the snapshot's learning rate state {dict(kept)!r} was not written by this version; start a new run with {option('init')}"
-        )
-    return Rate(**kept)

@@ -20,7 +20,7 @@ from carrywave.runs.run_place import free_place
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
 from carrywave.spec.train_spec import score
-from carrywave.train.start.run_source import weights_file
+from carrywave.train.start.opening import weights_file
 from carrywave.tuning.children import ChildRun, Why, holding, options_of, places_for, run_children
 
 BASE, INIT = "seeds.yaml", "init.txt"

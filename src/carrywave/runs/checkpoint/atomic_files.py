@@ -1,8 +1,7 @@
 """Writes files atomically, so that they are complete or absent, and tensors as safetensors without the library.
 
 The safetensors library writes metadata in a random order and copies every tensor first. This writer streams tensor by tensor, and equal
-content gives equal bytes. Reading uses the library, after checks that say what is wrong with a file. `HashedLog` knows the length and hash
-of a log that grows without reading it again: a snapshot names both, and a resumed run checks them.
+content gives equal bytes. Every file carries a checksum of itself, which reading checks; those of other programs have none.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,11 +33,8 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 SEAL = "carrywave_sha256"  # in the metadata of a file with a checksum of itself
 BLOCK_BYTES = 1 << 21
-
-Form = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor, known before any of its bytes is read
 
 
 @contextmanager
@@ -93,33 +87,19 @@ class Sink(Protocol):
         """Write all of these bytes."""
 
 
-def write_tensors(
-    file: Sink, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, sealed: bool = False
-) -> tuple[int, str]:
-    """Write tensors as safetensors into an open file or the like; returns the file's size in bytes and its SHA-256.
+def write_tensors(file: Sink, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors as safetensors into an open file or the like, with a checksum of all of it in the metadata.
 
-    At most one tensor at a time is copied in memory. Equal tensors and metadata give equal bytes. A sealed file carries a checksum of
-    itself in its metadata, and is refused on reading if that does not match.
+    At most one tensor at a time is copied in memory. Equal tensors and metadata give equal bytes.
     """
     names, header = _lay_out(tensors)
-    if metadata or sealed:
-        header = {"__metadata__": dict(sorted((metadata or {}).items())), **header}
-    if sealed:
-        header["__metadata__"][SEAL] = _seal(header, _data(tensors, names))
+    header = {"__metadata__": dict(sorted((metadata or {}).items())), **header}
+    header["__metadata__"][SEAL] = _seal(header, _data(tensors, names))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    text = len(text).to_bytes(8, "little") + text
-    digest = hashlib.sha256()
-    total = 0
-    start_of_file: tuple[bytes | memoryview, ...] = (text,)
-    for piece in chain(start_of_file, _data(tensors, names)):
-        for start in range(0, len(piece), BLOCK_BYTES):
-            # Written and hashed while it is in the processor's cache, and without the GIL: training continues meanwhile.
-            block = piece[start : start + BLOCK_BYTES]
-            file.write(block)
-            digest.update(block)
-        total += len(piece)
-    return total, digest.hexdigest()
+    file.write(len(text).to_bytes(8, "little") + text)
+    for piece in _data(tensors, names):
+        file.write(piece)
 
 
 def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, Any]]:
@@ -163,8 +143,14 @@ def read_metadata(path: Path) -> dict[str, str]:
         return {name: text for name, text in (file.metadata() or {}).items() if name != SEAL}
 
 
+def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the texts of a file of ours; one without a checksum is refused."""
+    with _reading(path, sealed=True), safe_open(path, "pt") as file:
+        return load_file(path), dict(file.metadata())
+
+
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Path, *, sealed: bool = False) -> Iterator[None]:
     """Turn what is wrong with a safetensors file into one line: it is another kind of file, damaged, or does not match its seal."""
     if path.exists() and not path.is_file():
         raise RunError(f"{path} is not a regular file; pass the path of a safetensors file")
@@ -172,7 +158,7 @@ def _reading(path: Path) -> Iterator[None]:
         with path.open("rb") as file:
             refuse_pickle(path, file.read(9))
         with safe_open(path, "pt") as whole:
-            seal = (whole.metadata() or {}).get(SEAL)
+            seal = (whole.metadata() or {}).get(SEAL, "" if sealed else None)
         if seal is not None:
             _check_seal(path, seal)
         yield
@@ -200,32 +186,3 @@ def _check_seal(path: Path, seal: str) -> None:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         if seal != _seal(header, iter(lambda: file.read(BLOCK_BYTES), b"")):
             raise RunError(f"{path} is damaged: its SHA-256 does not match; copy it again, or use another file")
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder as far as possible; what is left of it is never read."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-class HashedLog:
-    """Length and SHA-256 of a log as written so far, updated with every row."""
-
-    def __init__(self) -> None:
-        self.num_bytes, self.digest = 0, hashlib.sha256()
-
-    @classmethod
-    def of(cls, path: Path, num_bytes: int | None = None) -> Self:
-        """Of an existing file, or of its first `num_bytes` bytes."""
-        log = cls()
-        if path.is_file():
-            with path.open("rb") as file:
-                left = path.stat().st_size if num_bytes is None else num_bytes
-                while block := file.read(min(left, BLOCK_BYTES)):
-                    log.add(block)
-                    left -= len(block)
-        return log
-
-    def add(self, data: bytes) -> None:
-        """Account for the data written next."""
-        self.num_bytes += len(data)
-        self.digest.update(data)

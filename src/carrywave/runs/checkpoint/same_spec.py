@@ -73,11 +73,10 @@ def check_same(new_spec: Spec, spec: Spec, *, files_move: bool = False) -> None:
                 )
 
 
-def with_choices_of(new_spec: Spec, snapshot: Stored) -> Spec:
-    """The spec with the settings of a snapshot where it leaves them open: what was chosen to fit the data and the devices is not chosen
+def with_choices_of(new_spec: Spec, spec: Spec) -> Spec:
+    """The spec with the settings of a run where it leaves them open: what was chosen to fit the data and the devices is not chosen
     again.
     """
-    spec = spec_of(snapshot)
     sections: dict[str, Section] = {}
     for key in left_open(new_spec):
         section, _, name = key.partition(".")

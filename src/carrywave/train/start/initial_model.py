@@ -9,12 +9,11 @@ from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.parameter_placement import Holding
 from carrywave.model.portable_names import CLASS_WEIGHTS
 from carrywave.parallel.mesh import Mesh
-from carrywave.runs.checkpoint.trainer_parts import take_weights
+from carrywave.runs.checkpoint.weights import take_weights
 from carrywave.step.precision import parameter_dtype
 from carrywave.step.worker_setup import holding_of
 from carrywave.train.evaluations import check_metric
-from carrywave.train.start.opening import Start
-from carrywave.train.start.run_source import weights_file
+from carrywave.train.start.opening import Start, weights_file
 from carrywave.train.start.settling import Ready
 
 

@@ -6,7 +6,7 @@ A plan given by the user is used as it is, and a resumed run keeps its plan.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from carrywave.data.prepare import prepare
-from carrywave.errors import PlanError, UserError, option
+from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.launch import launch_record
 from carrywave.launch.hardware import gpus, made_for_bf16
 from carrywave.parallel.startup.launcher_env import launched
@@ -26,12 +26,13 @@ from carrywave.plan.profile import PROFILE, Profile, find_profile, named_profile
 from carrywave.plan.profile import names as shipped_names
 from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, describe, search
 from carrywave.plan.units import Units
+from carrywave.runs.run import Run
 from carrywave.spec.defaults import suited, with_precision
+from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.train.start import timing
 from carrywave.train.start.machine import calls_of, empty, extended, job_of, profile_for, threads
 from carrywave.train.start.opening import Start
-from carrywave.train.start.run_source import plan_of_json
 from carrywave.train.start.settling import Ready
 
 Say = Callable[[str], None]
@@ -65,7 +66,8 @@ def plan_of_run(start: Start, ready: Ready) -> tuple[Plan, tuple[str, ...]]:
     """The plan of a run that has several workers, and why. Collective: every rank must call it."""
     units = Units.of(ready.spec, ready.data.facts) if ready.own is None else None
     steps = None if start.asked.dry_run else partial(timing.step_seconds, task=ready.task, part=ready.parts.train, order=ready.order)
-    of_model = ready.layers, ready.pooled, start.workers, start.before, ready.reads_whole, steps
+    before = None if start.snapshot is None or start.world.rank else plan_before(start.folder)
+    of_model = ready.layers, ready.pooled, start.workers, before, ready.reads_whole, steps
     planned = plan_run(start.world, PlanRequest(ready.spec, units, *of_model), start.asked.watch.say)
     return planned.plan, planned.reasons
 
@@ -81,6 +83,22 @@ def plan_run(world: World, request: PlanRequest, say: Say) -> Planned:
     except UserError as error:  # the same on all workers; training works without a chosen plan
         say(f"no plan could be chosen, so every worker is a replica: {error}")
         return Planned(_given(request))
+
+
+def plan_before(folder: Run) -> Plan | None:
+    """The plan of a run that goes on; None if its file is unusable, and the run has to be planned again."""
+    try:
+        recorded = folder.read_json("plan.json")
+        return plan_of_json({name: recorded[name] for name in PlanSpec.model_fields})
+    except (RunError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def plan_of_json(values: Mapping[str, Any]) -> Plan:
+    """Parse a plan from JSON, validated like that of a spec."""
+    asked = PlanSpec.model_validate(values)
+    cuts, chunks = tuple(asked.cuts or ()), (asked.chunk_steps, asked.micro_batches)
+    return Plan(asked.replicas or 1, asked.stages, cuts, *chunks, asked.recompute, asked.kernel, asked.share_head)
 
 
 def _decides(request: PlanRequest) -> bool:
