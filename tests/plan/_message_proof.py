@@ -7,12 +7,11 @@ its receive has been paired with a send. A transport that buffers, or sends in t
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import zip_longest
 from typing import cast
 
 from carrywave.errors import PlanError
 from carrywave.plan.schedule.messages import Channel, Program, ProgramStep, incoming, outgoing
-from carrywave.plan.schedule.schedule import Schedule, StageTask, check, name, needs_on_stage, reader
+from carrywave.plan.schedule.schedule import StageTask, check, name, needs_on_stage, reader
 
 
 def spell(program: Program) -> str:
@@ -22,36 +21,18 @@ def spell(program: Program) -> str:
     return "\n".join(" ".join(row) for row in rows)
 
 
-def _talks(step: ProgramStep, schedule: Schedule) -> bool:
-    """True if this send or receive has another stage at its other end."""
-    return (outgoing if step.kind == "send" else incoming)(step.task, schedule) is not None
-
-
 def prove(program: Program) -> None:
     """Reject a program that, under the rules above, would deadlock, mismatch messages, leave some unmatched, or break a dependency."""
-    _check_steps(program)
-    _Proof(program).execute()
-
-
-def _check_steps(program: Program) -> None:
-    """Check that each stage runs its scheduled tasks in order, and that every step is on its task's stage and has a peer."""
     schedule = program.schedule
     check(schedule)
-    if len(program.stages) != len(schedule.stages):
-        raise PlanError(
-            f"a program of {len(program.stages)} stages cannot run a schedule of {len(schedule.stages)} stages; give each stage its steps"
-        )
     for stage, (steps, tasks) in enumerate(zip(program.stages, schedule.stages, strict=True)):
+        if tuple(step.task for step in steps if step.kind == "run") != tasks:
+            raise PlanError(f"stage {stage} does not run its tasks in the schedule's order")
         for step in steps:
-            if step.task.stage != stage:
-                raise PlanError(f"stage {stage} cannot {_say(step, schedule)} of stage {step.task.stage}; remove it")
-            if step.kind != "run" and not _talks(step, schedule):
-                raise PlanError(f"stage {stage} has no neighbour for {_say(step, schedule)}; remove it")
-        runs = [step.task for step in steps if step.kind == "run"]
-        for ran, task in zip_longest(runs, tasks):
-            if ran != task:
-                found, wanted = (name(each, schedule) if each else "nothing" for each in (ran, task))
-                raise PlanError(f"stage {stage} runs {found} where the schedule has {wanted}; follow the schedule's order")
+            ends = {"send": outgoing, "receive": incoming}
+            if step.kind != "run" and ends[step.kind](step.task, schedule) is None:
+                raise PlanError(f"stage {stage} has no neighbour for {step.kind} {name(step.task, schedule)}")
+    _Proof(program).execute()
 
 
 class _Channel:
@@ -60,7 +41,6 @@ class _Channel:
     def __init__(self) -> None:
         self.sends: list[StageTask] = []
         self.receives: list[StageTask] = []
-        self.places: dict[StageTask, int] = {}  # index of each task's receive
 
 
 class _Proof:
@@ -74,21 +54,18 @@ class _Proof:
     def execute(self) -> None:
         moved = True
         while moved:
-            moved = False
-            for stage in range(len(self.stages)):
-                moved = self._advance(stage) or moved
+            moved = any(self._advance(stage) for stage in range(len(self.stages)))
         left = [(stage, steps[at]) for stage, (steps, at) in enumerate(zip(self.stages, self.at, strict=True)) if at < len(steps)]
         if left:
-            waits = ", ".join(f"stage {stage} waits to {_say(step, self.schedule)}" for stage, step in left)
-            raise PlanError(f"the program deadlocks: {waits}; post the receives before the sends that wait for each other")
+            waits = ", ".join(f"stage {stage} waits to {step.kind} {name(step.task, self.schedule)}" for stage, step in left)
+            raise PlanError(f"the program deadlocks: {waits}")
         for line, channel in self.channels.items():
             for task in channel.receives[len(channel.sends) :]:
-                raise PlanError(f"stage {line.receiver} posts a receive for {name(task, self.schedule)} that no send matches; remove it")
+                raise PlanError(f"stage {line.receiver} posts a receive for {name(task, self.schedule)} that no send matches")
 
     def _advance(self, stage: int) -> bool:
         """Execute this stage's steps until one blocks; return True if it made progress that may unblock another stage."""
-        before = self.at[stage], self.offered[stage]
-        steps = self.stages[stage]
+        before, steps = (self.at[stage], self.offered[stage]), self.stages[stage]
         while self.at[stage] < len(steps) and self._take(stage, steps[self.at[stage]]):
             self.at[stage] += 1
         return before != (self.at[stage], self.offered[stage])
@@ -100,44 +77,29 @@ class _Proof:
         task = step.task if step.kind == "receive" else cast(StageTask, reader(step.task, self.schedule))
         channel = self.channels[cast(Channel, incoming(task, self.schedule))]
         if step.kind == "receive":
-            channel.places.setdefault(task, len(channel.receives))
             channel.receives.append(task)
-            self._match(channel, len(channel.receives))
-            return True
-        if not self.offered[stage]:
+        elif not self.offered[stage]:
             if step.task not in self.ran:
-                raise PlanError(f"stage {stage} sends {name(step.task, self.schedule)} before it has run; put the send after the run")
+                raise PlanError(f"stage {stage} sends {name(step.task, self.schedule)} before it has run")
             channel.sends.append(task)
-            self._match(channel, len(channel.sends))
+        for sent, received in zip(channel.sends, channel.receives, strict=False):
+            if sent != received:
+                names = name(sent, self.schedule), name(received, self.schedule)
+                raise PlanError("a message to stage {} is sent for {} but received for {}".format(sent.stage, *names))
         # Only this stage sends on this channel, so the last send is this one.
-        self.offered[stage] = len(channel.receives) < len(channel.sends)
+        self.offered[stage] = step.kind == "send" and len(channel.receives) < len(channel.sends)
         return not self.offered[stage]
 
     def _run(self, task: StageTask) -> bool:
-        what = name(task, self.schedule)
+        what = f"stage {task.stage} runs {name(task, self.schedule)}"
         for need in needs_on_stage(task, self.schedule):
             if need not in self.ran:
-                raise PlanError(f"stage {task.stage} runs {what} before {name(need, self.schedule)}, which it needs; swap them")
+                raise PlanError(f"{what} before {name(need, self.schedule)}, which it needs")
         if (line := incoming(task, self.schedule)) is not None:
             channel = self.channels[line]
-            if task not in channel.places:
-                raise PlanError(f"stage {task.stage} runs {what} without a receive for it; post one first")
-            if channel.places[task] >= len(channel.sends):
+            if task not in channel.receives:
+                raise PlanError(f"{what} without a receive for it")
+            if channel.receives.index(task) >= len(channel.sends):
                 return False
         self.ran.add(task)
         return True
-
-    def _match(self, channel: _Channel, count: int) -> None:
-        """Check that the count-th send and receive, if both have been posted, are for the same message."""
-        if count > min(len(channel.sends), len(channel.receives)):
-            return
-        sent, received = channel.sends[count - 1], channel.receives[count - 1]
-        if sent != received:
-            raise PlanError(
-                f"message {count - 1} to stage {sent.stage} is sent for {name(sent, self.schedule)} but received for "
-                f"{name(received, self.schedule)}; post receives in the order of the sends"
-            )
-
-
-def _say(step: ProgramStep, schedule: Schedule) -> str:
-    return f"{step.kind} {name(step.task, schedule)}"

@@ -11,17 +11,11 @@ from carrywave.plan.plan import Plan, even_cuts, fewer, resolve
 from carrywave.spec.plan_spec import PlanSpec
 
 
-def test_serial_is_a_value() -> None:
+def test_what_is_left_out_is_filled_in() -> None:
     assert resolve(PlanSpec(), layers=2, workers=1, lanes=20) == Plan.serial()
-
-
-def test_replicas_left_out_are_workers_over_stages() -> None:
     assert resolve(PlanSpec(stages=2), layers=4, workers=6, lanes=None) == Plan(replicas=3, stages=2, cuts=(3,), chunk_steps=16)
-
-
-def test_chunks_of_a_window() -> None:
+    assert resolve(PlanSpec(stages=2, micro_batches=2), layers=4, workers=2, lanes=None).chunk_steps is None
     assert [Plan(chunk_steps=8).chunks(steps) for steps in (1, 8, 9, 35)] == [1, 1, 2, 5]
-    assert Plan.serial().chunks(35) == 1
 
 
 def test_even_cuts_share_the_layers() -> None:
@@ -31,12 +25,6 @@ def test_even_cuts_share_the_layers() -> None:
     assert even_cuts(10, 8) == (2, 3, 4, 5, 6, 7, 8)
     assert even_cuts(4, 3) == (2, 3)  # more stages than layers: the head stands alone
     assert even_cuts(4, 4) == (1, 2, 3)
-
-
-def test_several_stages_work_in_chunks_unless_asked_otherwise() -> None:
-    assert resolve(PlanSpec(stages=2), layers=4, workers=2, lanes=None).chunk_steps == 16
-    assert resolve(PlanSpec(stages=2, chunk_steps=5), layers=4, workers=2, lanes=None).chunk_steps == 5
-    assert resolve(PlanSpec(stages=2, micro_batches=2), layers=4, workers=2, lanes=None).chunk_steps is None
 
 
 def test_a_head_is_shared_by_several_stages_alone() -> None:

@@ -69,20 +69,6 @@ def test_replicas_add_what_their_sums_take_and_stages_what_their_messages_take()
     assert slow[stages].seconds - fast[stages].seconds > slow[stages].sent_bytes / 2 / 1e9
 
 
-@given(
-    st.integers(1, 4),
-    st.sampled_from([None, 4, 16]),
-    st.integers(1, 3),
-    st.booleans(),
-    st.sampled_from([Link(1e-6, 1e11), Link(1e-4, 1e9)]),
-)
-def test_the_formula_is_near_the_simulation(stages: int, steps: int | None, parts: int, share: bool, within: Link) -> None:
-    of = predictor(within=within)
-    plan = of.cut(Plan(1, stages, (), steps, parts, share_head=share and stages > 1))
-    # It only has to rank: where stages wait for each other, or the head fills their pauses, it is rougher.
-    assert of.estimate(plan) == pytest.approx(of.predict(plan).seconds, rel=0.45)
-
-
 @given(st.lists(st.floats(0.1, 9.0), min_size=2, max_size=7), st.data())
 def test_cuts_balance_the_stages(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,17 +34,6 @@ from carrywave.plan.schedule.schedule import (
 def end(schedule: Schedule, **times: float) -> float:
     moments, seconds = start_times(schedule, **times), durations(schedule, **times)
     return max(moment + seconds(task) for task, moment in moments.items())
-
-
-def weights_moved(schedule: Schedule, *, at_once: bool) -> Schedule:
-    """The same with all weight gradients right after the last backward of their micro-batch, or else after everything."""
-    rows = []
-    for tasks in schedule.stages:
-        row = [task for task in tasks if task.phase != "W"]
-        for task in (task for task in tasks if task.phase == "W"):
-            row.insert(row.index(task._replace(phase="B")) + 1 if at_once else len(row), task)
-        rows.append(tuple(row))
-    return replace(schedule, stages=tuple(rows))
 
 
 def head_on_the_last(schedule: Schedule) -> Schedule:
@@ -118,17 +106,6 @@ def test_a_shared_head_ends_near_the_soonest_possible(stages: int, chunks: int, 
     assert end(wavefront(stages, chunks, share_head=True, defer_weights=weights), head=head) <= 1.2 * soonest
 
 
-@given(st.integers(2, 6), COUNTS)
-def test_a_shared_head_changes_nothing_else(stages: int, counts: list[int]) -> None:
-    shared, plain = wavefront(stages, counts, share_head=True), wavefront(stages, counts)
-    for ours, theirs in zip(shared.stages, plain.stages, strict=True):
-        for phase in ("F", "B"):
-            assert [task for task in ours if task.phase == phase] == [task for task in theirs if task.phase == phase]
-    assert peak(shared)[-1] == max(counts)
-    assert all(count <= max(counts) + 3 * (stages - 1 - stage) for stage, count in enumerate(peak(shared)))
-    assert sorted(shared.scorers) == sorted((chunk, part) for part, count in enumerate(counts) for chunk in range(count))
-
-
 def test_one_stage_and_evaluation_share_no_head() -> None:
     assert wavefront(1, 3, share_head=True) == serial(3)
     assert wavefront(3, 3, backward=False, share_head=True) == wavefront(3, 3, backward=False)
@@ -142,12 +119,6 @@ def test_what_a_task_reads_is_what_another_gives(stages: int, counts: list[int],
         giver, taker = source(task, schedule), reader(task, schedule)
         assert giver is None or reader(giver, schedule) == task
         assert taker is None or source(taker, schedule) == task
-
-
-@given(COUNTS)
-def test_a_wavefront_of_one_stage_is_serial(counts: list[int]) -> None:
-    assert wavefront(1, counts) == serial(counts)
-    assert wavefront(1, counts, backward=False) == serial(counts, backward=False)
 
 
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 6))
@@ -165,37 +136,12 @@ def test_weight_gradients_fill_the_bubble(stages: int, chunks: int, micro_batche
 
 
 @given(st.integers(1, 6), COUNTS, st.booleans())
-def test_each_micro_batch_of_several_chunks_has_its_weight_gradients_after_its_last_backward(
-    stages: int, counts: list[int], share_head: bool
-) -> None:
-    several = [part for part, count in enumerate(counts) if count > 1]
-    schedules = [serial(counts), wavefront(stages, counts, share_head=share_head)]
-    for schedule in schedules:
-        assert schedule.deferred == set(several)
-        for stage, row in enumerate(schedule.stages):
-            assert [task for task in row if task.phase == "W"] == [StageTask("W", stage, 0, part) for part in several]
-            assert all(row.index(StageTask("W", stage, 0, part)) > row.index(StageTask("B", stage, 0, part)) for part in several)
-    assert not any(wavefront(stages, counts, defer_weights=False).deferred for stages in (1, stages))
-    assert gpipe(stages, len(counts)).deferred == serial(counts, defer_weights=False).deferred == frozenset()
-
-
-@given(st.integers(1, 6), COUNTS, st.booleans())
 def test_at_most_two_micro_batches_wait_for_their_weight_gradients(stages: int, counts: list[int], share_head: bool) -> None:
     for row in wavefront(stages, counts, share_head=share_head).stages:
         waiting = 0
         for task in row:
             assert waiting < min(2, stages) or task.phase == "W"
             waiting += (task.phase == "B" and task.chunk == 0 and counts[task.micro_batch] > 1) - (task.phase == "W")
-
-
-@given(st.integers(1, 6), COUNTS, st.sampled_from([{}, {"backward": 2, "weights": 1}]))
-def test_weight_gradients_elsewhere_end_no_sooner(stages: int, counts: list[int], times: dict[str, float]) -> None:
-    schedule = wavefront(stages, counts)
-    for at_once in (False, True):
-        moved = weights_moved(schedule, at_once=at_once)
-        assert end(schedule, **times) <= end(moved, **times)
-        assert bubble(schedule, **times) <= bubble(moved, **times) + 1e-12  # the same work, in no more time
-        assert len(show(schedule).splitlines()[0].split()) <= len(show(moved).splitlines()[0].split())  # all tasks of one unit
 
 
 @given(st.integers(1, 5), COUNTS, st.booleans())

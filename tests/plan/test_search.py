@@ -21,7 +21,6 @@ from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.predict import Predictor
 from carrywave.plan.profile import Link
 from carrywave.plan.search import NoFit, asked_for, best_paying, describe, scale, search
-from carrywave.plan.space import Space
 from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.plan_spec import PlanSpec
@@ -54,18 +53,6 @@ def test_the_choice_is_never_slower_than_one_device_and_can_be_carried_out(case:
     found = resolve(asked, layers=units.layers, workers=plan.workers, lanes=units.lanes)
     assert (found.cuts, found.replicas, found.stages) == (plan.cuts, plan.replicas, plan.stages)
     assert all(rival.plan != plan for rival in choice.rivals)
-
-
-@settings(max_examples=8)
-@given(cases())
-def test_it_is_near_what_simulating_everything_finds(case: tuple[Units, Cluster]) -> None:
-    units, cluster = case
-    predictor, space = Predictor(units, cluster), Space(units, cluster, use_all=True)
-    plans = [predictor.cut(plan) for group in space.groups() for plan in space.plans(group)]
-    if plans:
-        best = min(predictor.predict(plan).seconds for plan in plans)
-        # The formula ranks, and a few of each kind are simulated.
-        assert search(units, cluster, use_all=True).best.seconds <= 1.1 * best
 
 
 @pytest.mark.parametrize(

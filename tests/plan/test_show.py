@@ -38,16 +38,6 @@ def test_a_step_is_a_picture() -> None:
     assert moments == "        0 s       14 s"
 
 
-def test_weight_gradients_of_neighbouring_micro_batches_are_told_apart() -> None:
-    rows = timeline_text(timeline(2, 2, micro_batches=2, late=1.0), columns=17).splitlines()
-    assert rows[:2] == ["stage 0 FffF.bbBBw.BBbbWu", "stage 1 .FfbbBBfFBBbbwW.u"]
-
-
-def test_a_column_shows_what_takes_most_of_it() -> None:
-    rows = timeline_text(timeline(2, 3, late=1.0), columns=7).splitlines()
-    assert rows[:2] == ["stage 0 FF.BbBw", "stage 1 FfBbBwu"]
-
-
 def test_seconds_in_words() -> None:
     assert [seconds_text(each) for each in (0.0, 2e-7, 1.5e-5, 0.01234, 0.9999, 1.0, 12345.0)] == [
         "0 s", "0.2 us", "15 us", "12.3 ms", "1 s", "1 s", "12,345 s",
@@ -106,13 +96,6 @@ def test_a_plan_is_pasted_into_a_spec_and_is_the_same(plan: Plan) -> None:
     assert known == section(plan, units)
     again = resolve(PlanSpec.model_validate(known), layers=units.layers, workers=plan.workers, lanes=units.lanes)
     assert again == plan
-
-
-def test_a_window_that_is_not_cut_stays_so_in_a_spec() -> None:
-    units = units_of(model=DEEP)
-    known = section(Plan(1, 2, (2,)), units)
-    again = resolve(PlanSpec.model_validate(known), layers=units.layers, workers=2, lanes=units.lanes)
-    assert again.chunks(units.shapes[0].steps) == 1
 
 
 def test_growth_is_told_with_where_it_stops_to_pay() -> None:

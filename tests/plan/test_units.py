@@ -41,11 +41,7 @@ def build(**model: Any) -> tuple[Units, Model]:
     return units, Model(encoder, lstm, Softmax(lstm.output_size, 37, tied=encoder.weight if asked.tie else None))
 
 
-def kept(units: Units) -> int:
-    """Bytes that a serial step keeps for backward."""
-    return max(Footprint(Plan(), shape, units).memory(0, 0, len(units)).activations for shape in units.shapes)
-
-
+POOLS = ("last", "attention", "mean_max")
 MODELS: list[dict[str, Any]] = [
     {"hidden": 8, "layers": 2},
     {"hidden": [8, 12, 6], "layers": 3, "embedding": 5},
@@ -78,58 +74,39 @@ def test_each_stage_holds_the_parameters_that_the_runtime_gives_it(model: dict[s
 
 
 FRONT = [{"channels": 5, "kernel": 5, "stride": 3}, {"channels": 6, "kernel": 3, "stride": 2}]
+TEXT = DataFacts(vocabulary=7, labels=("O", "B-x", "I-x"), steps=1000, sequences=10, longest=100, histogram=((100, 10),))
+NUMBERS = replace(TEXT, vocabulary=0, features=3)
+SPELLED = replace(TEXT, characters=9, word_length=5)
 
 
-@pytest.mark.parametrize("facts", [DataFacts(features=3, labels=("a", "b")), DataFacts(vocabulary=7, labels=("a", "b"))])
-@pytest.mark.parametrize("pool", ["last", "attention", "mean_max"])
-def test_a_front_and_a_pooled_head_have_the_parameters_of_the_model(pool: str, facts: DataFacts) -> None:
-    model = {"hidden": 8, "layers": 2, "bidirectional": True, "front": FRONT, "pool": pool}
-    spec = Spec.model_validate({"task": "classification", "model": model, "batch": {"tokens": 400}})
-    units = Units.of(spec, replace(facts, steps=1000, sequences=10, longest=100, histogram=((100, 10),)))
-    held = dict(Task(spec, Codec("classification", "steps"), facts).model().named_parameters())
+@pytest.mark.parametrize(
+    ("task", "facts", "model"),
+    [
+        *(("classification", facts, {"bidirectional": True, "front": FRONT, "pool": pool}) for facts in (NUMBERS, TEXT) for pool in POOLS),
+        *(("tagging", SPELLED, {"characters": kind, "front": "none", "dropout": 0.2}) for kind in ("cnn", "lstm")),
+        *(("tagging", SPELLED, {"characters": "cnn", "crf": True, "word_scores": rows}) for rows in (0, 64)),
+    ],
+)
+def test_every_part_has_the_parameters_of_the_model_and_costs_time(task: str, facts: DataFacts, model: dict[str, Any]) -> None:
+    how = {"batch": {"tokens": 400}, "train": {"precision": "fp32"}}
+    spec = Spec.model_validate({"task": task, "model": {"hidden": 8, "layers": 2, **model}, **how})
+    units = Units.of(spec, facts)
+    held = dict(Task(spec, Codec(task, "tokens" if facts.vocabulary else "steps"), facts).model().named_parameters())
     for first, last, names in ((0, 1, ("encoder",)), (1, 3, ("lstm",)), (3, 4, ("head",)), (0, 4, ("",))):
-        own = [parameter for name, parameter in held.items() if name.startswith(names)]
-        assert units.parameters(first, last) == sum(parameter.numel() for parameter in own)
+        assert units.parameters(first, last) == sum(parameter.numel() for name, parameter in held.items() if name.startswith(names))
+    assert units.units[0].width_out == units.units[1].width_in
+    plain = Units.of(spec.model_copy(update={"model": type(spec.model)(hidden=8, layers=2, crf=False)}), replace(facts, characters=0))
+    for number in (0, 3) if "crf" in model else (0,):
+        costs = [UnitCosts(each, shipped("h200"), 1)(number, 4, 100).all for each in (units, plain)]
+        assert costs[0] > costs[1]
+
+
+def test_a_front_makes_one_step_of_several() -> None:
+    model = {"bidirectional": True, "front": FRONT}
+    units = Units.of(Spec.model_validate({"task": "classification", "model": model, "batch": {"tokens": 400}}), NUMBERS)
     assert units.whole
     assert units.shapes == (BatchShape(4, 17),)  # 100 steps become 34, and those 17
     assert units.tokens == 4 * 17 * 6
-
-
-@pytest.mark.parametrize("front", ["none", [{"channels": 5, "kernel": 3, "stride": 1}]])
-@pytest.mark.parametrize("kind", ["cnn", "lstm"])
-def test_characters_of_words_have_the_parameters_of_the_model_and_cost_time(kind: str, front: Any) -> None:
-    facts = DataFacts(vocabulary=7, labels=("a", "b"), characters=9, word_length=5, steps=1000, sequences=10, longest=100)
-    costs = []
-    for characters in (kind, "none"):
-        model = {"hidden": 8, "front": front, "characters": characters, "dropout": 0.2}
-        spec = Spec.model_validate({"task": "tagging", "model": model, "batch": {"tokens": 400}, "train": {"precision": "fp32"}})
-        known = facts if characters == kind else replace(facts, characters=0, word_length=0)
-        units = Units.of(spec, known)
-        held = dict(Task(spec, Codec("tagging", "tokens"), known).model().named_parameters())
-        for first, last, names in ((0, 1, ("encoder",)), (1, 3, ("lstm",)), (0, 4, ("",))):
-            own = [parameter for name, parameter in held.items() if name.startswith(names)]
-            assert units.parameters(first, last) == sum(parameter.numel() for parameter in own)
-        assert units.units[0].width_out == units.units[1].width_in
-        costs.append((UnitCosts(units, shipped("h200"), 1)(0, 4, 100).all, kept(units)))
-    assert costs[0][0] > costs[1][0]
-    assert costs[0][1] > costs[1][1]
-
-
-def test_a_crf_has_the_parameters_of_the_model_and_costs_time_and_memory() -> None:
-    facts = DataFacts(vocabulary=7, labels=("O", "B-x", "I-x"), steps=1000, sequences=10, longest=100)
-    costs = []
-    facts = replace(facts, characters=9, word_length=4)
-    for crf, rows in ((True, 64), (True, 0), (False, 0)):
-        model = {"hidden": 8, "crf": crf, "characters": "cnn", "word_scores": rows}
-        spec = Spec.model_validate({"task": "tagging", "model": model, "batch": {"tokens": 400}})
-        units = Units.of(spec, facts)
-        own = list(Task(spec, Codec("tagging", "tokens"), facts).model().head.parameters())
-        assert units.parameters(3, 4) == sum(parameter.numel() for parameter in own)
-        assert units.whole == units.whole_head == crf
-        assert spec.reads_whole == crf
-        costs.append((UnitCosts(units, shipped("h200"), 1)(3, 4, 100).all, kept(units)))
-    assert costs[0][0] >= costs[1][0] > costs[2][0]
-    assert costs[0][1] >= costs[1][1] > costs[2][1]
 
 
 def test_messages_are_as_wide_as_what_enters_a_unit() -> None:
