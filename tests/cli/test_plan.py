@@ -130,23 +130,6 @@ def test_all_devices_are_used_where_that_is_asked_for() -> None:
         assert (plan["replicas"] * plan["stages"] == 8) == used
 
 
-def test_growth_with_devices() -> None:
-    out = planned(*SMALL, *GIVEN, "--scale", "--json", "scale.json")
-    known = json.loads(Path("scale.json").read_text())
-    assert [point["devices"] for point in known["scale"]] == [2**n for n in range(9)]
-    assert out.splitlines()[-1] == known["why"]
-    assert "do not pay" in known["why"]
-    assert len(planned(*SMALL, *GIVEN, "--scale", "--devices", "4").splitlines()) == 1 + 3 + 1
-
-
-def test_growth_ends_with_the_host_where_no_link_is_known() -> None:
-    machine(between=None).write(Path("alone.json"))
-    out = planned(*SMALL, "--profile", "alone.json", "--facts", "vocabulary=50", "--scale")
-    assert out.splitlines()[-1].endswith("pass a cluster file with `between`.")
-    write("c.yaml", "devices: 2\nprofile: alone.json\nbetween: ethernet-10g\n")
-    assert len(planned(*SMALL, "--facts", "vocabulary=50", "--scale", "--cluster", "c.yaml").splitlines()) == 1 + 9 + 1
-
-
 def test_a_cluster_is_read_from_a_file() -> None:
     write("c.yaml", CLUSTER)
     out = planned(*SMALL, "--facts", "vocabulary=4096", "--cluster", "c.yaml")
@@ -237,8 +220,6 @@ def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
         (["--json", "none/step.json"], "none/step.json cannot be written: folder none not found"),
         (["--json", "none/plan.json"], "none/plan.json cannot be written: folder none not found"),
         (["--json", "."], ". is a folder"),
-        (["--scale", "--all"], "for each number of devices, but --all asks for another"),
-        (["--scale", "plan.stages=2"], "for each number of devices, but the plan in the spec asks for another"),
         (["--profile", "h999"], "profile h999 not found; "),
         (["--profile", "none.json"], "none.json cannot be read as a profile"),
         (["--facts", "vocabulary"], "vocabulary cannot be read"),

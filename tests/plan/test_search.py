@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.predict import Predictor
 from carrywave.plan.profile import Link
-from carrywave.plan.search import NoFit, asked_for, best_paying, describe, scale, search
+from carrywave.plan.search import NoFit, asked_for, describe, search
 from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.plan_spec import PlanSpec
@@ -147,14 +146,3 @@ def test_a_plan_that_is_asked_for_is_compared_with_the_choice() -> None:
 )
 def test_plans_in_words(plan: Plan, words: str) -> None:
     assert describe(plan) == words
-
-
-def test_growth_stops_where_more_do_not_pay() -> None:
-    points = scale(units_of(batch={"lanes": 4, "steps": 16}), machine(), 8)
-    assert [point.devices for point in points] == [2**power for power in range(9)]
-    seconds = [point.prediction.seconds for point in points]
-    assert all(later <= earlier * 1.001 for earlier, later in pairwise(seconds))
-    assert best_paying(points).plan.workers < 256
-    assert len(scale(units_of(), machine(between=None), 8)) == 4  # one host
-    with pytest.raises(NoFit):
-        scale(units_of(), machine(memory_bytes=GIB // 4096), 8)

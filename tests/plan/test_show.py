@@ -12,9 +12,9 @@ from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.predict import Predictor
 from carrywave.plan.schedule.schedule import wavefront
-from carrywave.plan.search import scale, search
+from carrywave.plan.search import search
 from carrywave.plan.show.report import choice_object, section, yaml_line
-from carrywave.plan.show.text import figures_text, rivals_text, scale_text, seconds_text, stages_text, timeline_text
+from carrywave.plan.show.text import figures_text, rivals_text, seconds_text, stages_text, timeline_text
 from carrywave.plan.simulation import Timeline, simulate
 from carrywave.plan.units import unit_names
 from carrywave.spec.plan_spec import PlanSpec
@@ -96,13 +96,3 @@ def test_a_plan_is_pasted_into_a_spec_and_is_the_same(plan: Plan) -> None:
     assert known == section(plan, units)
     again = resolve(PlanSpec.model_validate(known), layers=units.layers, workers=plan.workers, lanes=units.lanes)
     assert again == plan
-
-
-def test_growth_is_told_with_where_it_stops_to_pay() -> None:
-    units = units_of(batch={"lanes": 4, "steps": 16})
-    points = scale(units, machine(), 8)
-    lines = scale_text(units, points).splitlines()
-    assert len(lines) == len(points) + 2
-    assert lines[-1].startswith("More than ")
-    paying = scale(units_of(batch={"lanes": 512, "steps": 64}), machine(), 8, most=2)
-    assert scale_text(units, paying).splitlines()[-1] == "More devices pay off throughout this table, up to 2 devices."

@@ -20,7 +20,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("carrywave plan words.yaml --devices 4", "the best split over four devices of this machine"),
         ("carrywave plan words.yaml --profile h200 --facts vocabulary=33278", "for GPUs that are elsewhere, without the data"),
         ("carrywave plan words.yaml --cluster cluster.yaml", "for a whole cluster"),
-        ("carrywave plan words.yaml --profile h200 --scale", "what 1, 2, 4, … devices would gain"),
+        ("carrywave plan words.yaml --profile h200 --devices 64", "how many of 64 devices pay"),
     ),
     "doctor": (
         ("carrywave doctor", "this machine: versions, devices, disks, links"),

@@ -17,9 +17,9 @@ from carrywave.launch.hardware import cores, gpus
 from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan, check_sync, resolve
 from carrywave.plan.profile import PROFILE, Profile, find_profile
-from carrywave.plan.search import MOST_SCALED, asked_for, scale, search
-from carrywave.plan.show.report import choice_object, scale_object, yaml_line
-from carrywave.plan.show.text import doubt_text, figures_text, rivals_text, scale_text, stages_text, timeline_text
+from carrywave.plan.search import asked_for, search
+from carrywave.plan.show.report import choice_object, yaml_line
+from carrywave.plan.show.text import doubt_text, figures_text, rivals_text, stages_text, timeline_text
 from carrywave.plan.units import Units
 from carrywave.runs import output_file
 from carrywave.spec.defaults import AUTO, suited, with_precision
@@ -43,7 +43,6 @@ def plan(
         str | None,
         typer.Option(metavar="FILE|key=value,…", help="Plan without the data: from a run's facts.json, or vocabulary=33278."),
     ] = None,
-    growth: Annotated[bool, typer.Option("--scale", help="Show how speed and cost grow with 1, 2, 4, … devices.")] = False,
     use_all: Annotated[bool, typer.Option("--all", help="Use all devices, even if fewer would be nearly as fast.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")] = None,
 ) -> None:
@@ -54,9 +53,6 @@ def plan(
         raise PlanError("--devices and --cluster both define the devices to train on; use only one of them")
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
-    if growth and (use_all or not resolved.plans_itself):
-        what = "--all" if use_all else "the plan in the spec"
-        raise PlanError(f"--scale finds the fastest plan for each number of devices, but {what} asks for another; remove one of them")
     output_file.check(json_file)
     named = profile or os.environ.get(PROFILE) or None
     if resolved.train.precision == AUTO:
@@ -66,10 +62,7 @@ def plan(
         machines = _uniform(units, named, device.value, devices)
     else:
         machines = _read(cluster, named, lambda: _measured(units, device.value, here(device.value)))
-    if growth:
-        _show_scale(units, machines, MOST_SCALED if devices is None else devices, json_file)
-    else:
-        _show_choice(resolved, units, machines, json_file, use_all=use_all)
+    _show_choice(resolved, units, machines, json_file, use_all=use_all)
 
 
 def _uniform(units: Units, named: str | None, device: str, devices: int | None) -> Cluster:
@@ -178,19 +171,6 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, json_file: Path | N
     lines += ["alternatives", rivals_text(units, choice), "", f"in the spec, for {workers} device{'s' * (workers > 1)}:"]
     typer.echo("\n".join([*lines, yaml_line(replace(shown.plan, kernel=spec.plan_spec.kernel), units)]))
     _write(json_file, choice_object(units, choice))
-
-
-def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | None) -> None:
-    profile, size = cluster.profile, max(cluster.profile.devices_per_host, cluster.sizes[0])
-    # Links from the cluster file override the profile's, whose measured all-reduce times then no longer apply.
-    if cluster.within is not None or cluster.between is not None:
-        within, between = cluster.within or profile.within, cluster.between or profile.between
-        profile, size = replace(profile, sums=None, within=within, between=between), cluster.sizes[0]
-    points = scale(units, profile, size, most)
-    typer.echo(scale_text(units, points))
-    if points[-1].devices * 2 <= most:
-        typer.echo("The table ends at one host, because the link between hosts is not known; pass a cluster file with `between`.")
-    _write(json_file, scale_object(units, points))
 
 
 def _model(spec: Spec, units: Units) -> str:

@@ -17,14 +17,12 @@ from carrywave.plan.cluster import Cluster
 from carrywave.plan.memory import say
 from carrywave.plan.plan import Plan
 from carrywave.plan.predict import Prediction, Predictor
-from carrywave.plan.profile import Profile
 from carrywave.plan.space import Space
 from carrywave.plan.units import Units, unit_names
 
 GAIN_PER_DOUBLING = 0.05  # fraction of the time that doubling the devices must save to be worth it
 SIMULATED = 8  # plans of each kind
 TRIED = 3  # plans that real steps decide among
-MOST_SCALED = 256  # devices, unless more are asked for
 
 
 class NoFit(PlanError):
@@ -69,14 +67,6 @@ class PlanChoice:
         return f"slower by {ratio - 1:.1%}" if ratio >= 1 else f"faster by {1 / ratio - 1:.1%}"
 
 
-@dataclass(frozen=True)
-class Point:
-    """The fastest plan on up to `devices` devices."""
-
-    devices: int
-    prediction: Prediction
-
-
 def search(units: Units, cluster: Cluster, *, use_all: bool = False) -> PlanChoice:
     """The best plan on at most these devices or, with `use_all`, on all of them; raises `NoFit` if the model fits no plan."""
     predictor = Predictor(units, cluster)
@@ -108,29 +98,6 @@ def asked_for(plan: Plan, units: Units, cluster: Cluster, choice: PlanChoice) ->
     asked = predictor.predict(plan)
     others = tuple(each for each in (choice.best, *choice.rivals) if each.plan != asked.plan)
     return replace(choice, best=asked, rivals=others, chosen=choice.best.plan)
-
-
-def scale(units: Units, profile: Profile, per_host: int, most: int = MOST_SCALED) -> list[Point]:
-    """The fastest plan on 1, 2, 4, … `most` devices; on one host only, if the profile has no link between hosts."""
-    points: list[Point] = []
-    misfit: NoFit | None = None
-    for devices in (1 << power for power in range(max(1, most).bit_length())):
-        if devices > per_host and profile.between is None:
-            break
-        cluster = Cluster.uniform(profile, devices, per_host)
-        try:
-            found = _simulated(Predictor(units, cluster), Space(units, cluster))
-            points.append(Point(devices, min(found, key=lambda each: each.seconds)))
-        except NoFit as error:
-            misfit = error
-    if not points:
-        raise misfit or PlanError("no device to plan for; use 1 or more")
-    return points
-
-
-def best_paying(points: Sequence[Point]) -> Prediction:
-    """The fastest plan, where more devices must pay off."""
-    return min((point.prediction for point in points), key=_score)
 
 
 def _to_try(predictor: Predictor, best: Plan, plans: Sequence[Plan]) -> tuple[Plan, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from carrywave.plan.plan import Plan
 from carrywave.plan.predict import Prediction
-from carrywave.plan.search import PlanChoice, Point, best_paying, describe
-from carrywave.plan.show.text import scale_sentence, stage_names
+from carrywave.plan.search import PlanChoice, describe
+from carrywave.plan.show.text import stage_names
 from carrywave.plan.units import Units
 
 
@@ -52,15 +51,6 @@ def choice_object(units: Units, choice: PlanChoice) -> dict[str, Any]:
         "reduced_bytes": best.reduced_bytes,
         "efficiency": choice.efficiency,
         "alternatives": [_figures(units, each) | {"why": choice.beside(each)} for each in choice.rivals],
-    }
-
-
-def scale_object(units: Units, points: Sequence[Point]) -> dict[str, Any]:
-    """Everything that is printed about scaling."""
-    return {
-        "pays_up_to": best_paying(points).plan.workers,
-        "why": scale_sentence(points),
-        "scale": [{"devices": each.devices, "used": each.prediction.plan.workers, **_figures(units, each.prediction)} for each in points],
     }
 
 

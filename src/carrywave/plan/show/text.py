@@ -1,4 +1,4 @@
-"""Formats the choice of a plan as plain text: stages, timeline, figures, alternatives and scaling. Pure functions, no terminal needed."""
+"""Formats the choice of a plan as plain text: stages, timeline, figures and alternatives. Pure functions, no terminal needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from carrywave.plan.memory import say
 from carrywave.plan.predict import Prediction
-from carrywave.plan.search import GAIN_PER_DOUBLING, PlanChoice, Point, best_paying, describe
+from carrywave.plan.search import PlanChoice, describe
 from carrywave.plan.simulation import TaskSpan, Timeline
 from carrywave.plan.units import Units, unit_names
 
@@ -116,27 +116,6 @@ def rivals_text(units: Units, choice: PlanChoice) -> str:
         for each in choice.rivals
     ]
     return table(["plan", "devices", "step", f"{units.counted}/s", "beside it"], rows, left=(0, 4)) if rows else "there are no other plans"
-
-
-def scale_text(units: Units, points: Sequence[Point]) -> str:
-    """A table of how speed grows with the number of devices, and where more stop paying off."""
-    first = points[0].prediction.tokens_per_second
-    rows = []
-    for point in points:
-        speed = point.prediction.tokens_per_second
-        shown = [f"{point.devices:,}", f"{point.prediction.plan.workers:,}", f"{speed:,.0f}", f"{speed / first:.2f}"]
-        rows.append([*shown, f"{speed * points[0].devices / (first * point.devices):.1%}", describe(point.prediction.plan)])
-    heads = ["devices", "used", f"{units.counted}/s", "speed-up", "efficiency", "plan"]
-    return table(heads, rows, left=(5,)) + f"\n{scale_sentence(points)}"
-
-
-def scale_sentence(points: Sequence[Point]) -> str:
-    """Says where more devices stop paying off."""
-    pays = best_paying(points).plan.workers
-    many = f"{pays:,} device{'s' if pays > 1 else ''}"
-    if pays == points[-1].devices:
-        return f"More devices pay off throughout this table, up to {many}."
-    return f"More than {many} do not pay off: beyond that, each doubling saves less than {GAIN_PER_DOUBLING:.0%}."
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
