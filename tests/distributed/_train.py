@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parent))
+from _poison import poisoned
+
 import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.parallel.world import leave
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.prediction.predict import predict
+from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
@@ -86,16 +91,26 @@ def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         else:
             if job.get("alien") == int(os.environ["RANK"]):
                 job["spec"]["train"]["lr"] = 0.125
-            result = train(
-                parse(job["spec"], defaults=job.get("defaults", True)),
-                run=folder / job["run"],
-                resume=job.get("resume", False),
-                device="cpu",
-            )
-            told = {"ending": result.ending, "metrics": result.metrics}
+            watch = Listening()
+            told |= {"lines": watch.lines}
+            with poisoned(**job["poison"]) if "poison" in job else nullcontext([]) as told["begun"]:
+                spec = parse(job["spec"], defaults=job.get("defaults", True))
+                result = train(spec, run=folder / job["run"], resume=job.get("resume", False), device="cpu", watch=watch)
+            told |= {"ending": result.ending, "metrics": result.metrics}
     except UserError as error:
-        told["error"] = f"{type(error).__name__}: {error}"
+        told |= {"error": f"{type(error).__name__}: {error}", "reported_by": error.reported_by}
     return told
+
+
+class Listening(Silent):
+    """Keeps what is said of numbers that are not finite."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        if "no longer finite" in line:
+            self.lines.append(line)
 
 
 def main(carry_out: Callable[[Path, dict[str, Any]], dict[str, Any]]) -> None:

@@ -20,6 +20,6 @@ def carry_out(folder: Path, workers: int, jobs: list[dict[str, Any]], name: str)
     return [json.loads((folder / f"{name}.{rank}.out").read_text()) for rank in range(workers)]
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
+def rows_of(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The rows of a run's metrics."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from _warm import start
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _poison import poisoned
+from _train_jobs import carry_out, rows_of
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).with_name("_bad.py")
 CLOSE = 1e-9  # sums in another order, in float64, over some dozen steps
 REPLICAS, STAGES = {"replicas": 2}, {"stages": 2, "chunk_steps": 3, "cuts": [3]}  # encoder, l0, l1 | l2, head
 SHARED = {"stages": 2, "chunk_steps": 3, "share_head": True}
@@ -107,10 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(folder: Path) -> Told:
     """What the workers told of each run: all of them the same. They are started once, which takes longer than the runs."""
     jobs = [*stopping(folder), *going_on(folder), *giving_up(folder)]
-    (folder / "jobs").write_text(json.dumps(jobs))
-    ended = start([sys.executable, str(WORKER), str(folder), "jobs"], 2)
-    assert ended.code == 0, ended
-    first, second = (json.loads((folder / f"jobs.{rank}.out").read_text()) for rank in range(2))
+    first, second = carry_out(folder, 2, jobs, "jobs")
     assert first == second
     return {job["run"]: each for job, each in zip(jobs, first, strict=True)}
 
@@ -136,8 +131,7 @@ def test_every_plan_goes_on_as_one_worker_does(told: Told, folder: Path) -> None
         assert told[job["run"]].get("ending") == "done", told[job["run"]]
         assert len(told[job["run"]]["lines"]) == {"skip": 2, "back": 1}[way]
         assert_same_run(folder / job["run"], folder / way)
-    rows = [json.loads(line) for line in (folder / "back" / "metrics.jsonl").read_text().splitlines()]
-    assert {row["lr"] for row in rows if row["split"] == "train" and row["epoch"] == 2} == {0.01}
+    assert {row["lr"] for row in rows_of(folder / "back") if row["split"] == "train" and row["epoch"] == 2} == {0.01}
 
 
 def test_workers_give_up_together(told: Told) -> None:
@@ -148,7 +142,7 @@ def test_workers_give_up_together(told: Told) -> None:
 
 
 def assert_same_run(run: Path, serial: Path) -> None:
-    found, wanted = ([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (run, serial))
+    found, wanted = rows_of(run), rows_of(serial)
     assert [list(row) for row in found] == [list(row) for row in wanted]
     for row, expected in zip(found, wanted, strict=True):
         for key, value in expected.items():

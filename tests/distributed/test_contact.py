@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from carrywave.launch.launcher import start
 from carrywave.parallel.startup.launcher_env import WorkerFile
 
 Write = Callable[[str, str], str]
@@ -101,54 +100,3 @@ def test_trainers_leave_nothing_behind_and_who_failed_is_named_with_the_error(wr
         assert words["lost"].startswith("contact with rank 1 on ")
         assert words["lost"].endswith("(its step failed with ValueError: in the loss); see that worker's output, then restart all workers")
         assert words["lost"] in text.splitlines()[-1]
-
-
-MIXED = """
-    import json, os, signal
-    from pathlib import Path
-    from carrywave.errors import Diverged
-    from carrywave.step.checks import agreement
-    from carrywave.spec.load import load
-    from carrywave.train.fit import train
-    from carrywave.step.trainer import Trainer
-
-    rank = int(os.environ["RANK"])
-    steps, update = 0, Trainer.update
-    if rank == 1:
-        agreement._kind = lambda device: "cuda of some kind"
-
-    def counted(self, *batches):
-        global steps
-        steps += 1
-        result = update(self, *batches)
-        if steps == 3 and rank == 0:
-            harm(self)
-        return result
-
-    Trainer.update = counted
-    spec = load(None, os.environ["SPEC"].split())
-    harm = lambda trainer: os.kill(os.getpid(), signal.SIGTERM)
-    ending = train(spec, run=Path("stopped"), device="cpu").ending
-    found = {"ending": ending, "stopped": steps}
-    steps = 0
-    harm = lambda trainer: next(p for _, p in trainer.named).data.fill_(float("nan"))
-    try:
-        train(spec, run=Path("bad"), device="cpu")
-    except Diverged as error:
-        found["bad"] = str(error)
-    Path(f"{rank}.json").write_text(json.dumps(found | {"steps": steps}))
-"""
-
-
-@pytest.mark.slow
-def test_workers_of_unlike_devices_look_at_the_same_steps(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has a GPU looks at every eighth step only, and so do those that could look at each."""
-    (tmp_path / "text.txt").write_text("the carry is passed along, and work moves through layers and time as a wave. " * 40)
-    monkeypatch.chdir(tmp_path)
-    words = "data.train=text.txt data.tokens=char model.hidden=8 batch.lanes=4 batch.steps=8 train.max_steps=40 train.log_every=1000"
-    end = start([sys.executable, write("mixed.py", MIXED)], 2, environment={"SPEC": words})
-    assert (end.code, end.message) == (0, "")
-    for found in told(tmp_path, 2):
-        assert (found["ending"], found["stopped"]) == ("terminated", 8)
-        assert found["steps"] == 8
-        assert "is no longer finite at step 4 (epoch 1)" in found["bad"]

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from carrywave.errors import WorkerError
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.launcher import Patience, start
-from carrywave.parallel.liveness import heartbeat
 
 Write = Callable[[str, str], str]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -75,53 +73,6 @@ def test_a_worker_that_dies_is_replaced(launch: Callable[..., Launched], tmp_pat
     assert done.said == ["worker 1 of 2 was killed (signal 9, SIGKILL); restarting from the beginning (restart 1 of 2)"]
 
 
-def test_dying_again_and_again_is_the_end(launch: Callable[..., Launched]) -> None:
-    done = launch("rank == 0 and die(signal.SIGSEGV)\ntime.sleep(60)")
-    assert done.ended == Ended(1, "worker 0 of 2 was killed (signal 11, SIGSEGV); gave up after 2 restarts without progress")
-    assert len(done.said) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "end"),
-    [
-        ("rank and fail('user', 2, 'no; do')\ntime.sleep(60)", Ended(2, "worker 1: no; do", "ValueError")),
-        ("sys.exit(75)", Ended(75)),
-        ("sys.exit(130)", Ended(130)),
-    ],
-    ids=["mistake", "stopped", "interrupted"],
-)
-def test_what_is_final(text: str, end: Ended, launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("carrywave.launch.supervisor.GRACE_SECONDS", 0.2)
-    done = launch(text)
-    assert done.ended == end
-    assert done.said == []
-
-
-def test_an_error_before_the_first_step_is_not_tried_again(launch: Callable[..., Launched]) -> None:
-    done = launch("rank and fail('fault', 1, 'oops')\ntime.sleep(60)")
-    assert (done.ended.code, done.ended.message, done.said) == (1, "worker 1: oops", [])
-    assert "ValueError: oops" in done.ended.trace
-
-
-def test_going_on_with_fewer(launch: Callable[..., Launched], tmp_path: Path) -> None:
-    text = """
-if place == 1:
-    die()
-if launch_record.with_fewer():
-    words = [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")]
-    (here / f"there-{rank}").write_text(" ".join([*words, str(place)]))
-else:
-    time.sleep(60)
-"""
-    done = launch(text, devices=3, restarts=3, min_devices=2)
-    assert done.ended == Ended(0)
-    assert [line.partition("; ")[2] for line in done.said] == [
-        "restarting from the beginning (restart 1 of 3)",
-        "continuing with 2 of 3 workers from the beginning",
-    ]
-    assert [(tmp_path / f"there-{rank}").read_text() for rank in range(2)] == ["2 2 0 0 0", "2 2 1 1 2"]
-
-
 @pytest.mark.slow
 def test_what_workers_print_is_kept(launch: Callable[..., Launched], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = """
@@ -159,13 +110,6 @@ def test_asked_to_stop_while_starting_again(write: Write, tmp_path: Path, monkey
     assert process.returncode == 75
     assert err.count("\n") == 1
     assert "restarting from step 5 (restart 1 of 3)" in err
-
-
-@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
-def test_limits_that_are_no_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARRYWAVE_HEARTBEAT_SECONDS", text)
-    with pytest.raises(WorkerError, match=f"CARRYWAVE_HEARTBEAT_SECONDS={text} is not a number of seconds; use for example 10"):
-        heartbeat.silent_seconds()
 
 
 # OpaqueModel runs.
@@ -214,41 +158,6 @@ def contents(run: Path) -> dict[str, bytes]:
     last = run / "snapshots" / (run / "snapshots" / "last").read_text().strip()
     files = [run / "weights.safetensors", run / "metrics.jsonl", last.with_name(f"{last.name}.safetensors")]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
-
-
-TWICE = """
-    import os, signal
-    from pathlib import Path
-    from carrywave.spec.load import load
-    from carrywave.launch import launch_record
-    from carrywave.train.fit import train
-    from carrywave.step.trainer import Trainer
-
-    spec = load(None, os.environ["SPEC"].split())
-    train(spec, run=Path("calm"), device="cpu")
-    steps, update = 0, Trainer.update
-
-    def dying(self, *batches):
-        global steps
-        steps += 1
-        if steps == 8 and os.environ["RANK"] == "0" and launch_record.attempt() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return update(self, *batches)
-
-    Trainer.update = dying
-    train(spec, run=Path("killed"), device="cpu")
-"""
-
-
-@pytest.mark.slow  # as quick as it can be; tests/faults/test_kills.py has a quick run with kills
-def test_a_killed_worker_does_not_change_the_answer(folder: Path, write: Write) -> None:
-    """In the same processes, for the time's sake: so the second attempt finds the first of its two runs done."""
-    said: list[str] = []
-    command = [sys.executable, write("twice.py", TWICE)]
-    assert start(command, 2, Patience(1), environment={"SPEC": " ".join(SPEC)}, say=said.append) == Ended(0)
-    # Snapshots are written beside the training: it may be that none was whole yet.
-    assert re.fullmatch(rf"worker 0 of 2 was killed \(signal 9, SIGKILL\); restarting {FROM} \(restart 1 of 1\)", said[0])
-    assert contents(folder / "killed") == contents(folder / "calm")
 
 
 @pytest.mark.slow

@@ -38,16 +38,6 @@ def profiles(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_workers_follow_the_plan_of_rank_0(profiles: dict[str, str], python: Run, tmp_path: Path) -> None:
-    words = ("data.train=text.txt", "data.tokens=char", "--device", "cpu", "--devices", "2", "--run", "run")
-    ended = python("-m", "carrywave", "train", *WORDS, *words, CARRYWAVE_PROFILE=profiles["stages"])
-    assert ended.returncode == 0, ended.stderr
-    assert "chosen: 2 stages" in ended.stdout
-    assert json.loads((tmp_path / "run/plan.json").read_text())["stages"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_that_goes_on_keeps_its_plan(profiles: dict[str, str], python: Run, tmp_path: Path) -> None:
     data = ("data.train=text.txt", "data.tokens=char", "--device", "cpu")
 

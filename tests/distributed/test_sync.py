@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _sync_reference import reference, text
+from _train_jobs import carry_out as carried_out
+from _train_jobs import rows_of
 
 import _whole_snapshots
-from _warm import start
 
-WORKER = Path(__file__).with_name("_train.py")
 CLOSE = 1e-10  # sums in another order, in float64, over two dozen steps at a rate where training is stable
 STEPS = 22  # an epoch has 17, so that one ends in between
 
@@ -34,12 +33,8 @@ def spec(folder: Path, plan: dict[str, Any] | None = None, model: dict[str, Any]
 
 
 def carry_out(folder: Path, workers: int, jobs: list[dict[str, Any]], name: str = "jobs") -> list[list[dict[str, Any]]]:
-    """What each worker told of each job, by rank."""
-    # The reference has no dropout or schedule, which a task's defaults may have.
-    (folder / name).write_text(json.dumps([{"defaults": False, **job} for job in jobs]))
-    ended = start([sys.executable, str(WORKER), str(folder), name], workers)
-    assert ended.code == 0, ended
-    return [json.loads((folder / f"{name}.{rank}.out").read_text()) for rank in range(workers)]
+    """The reference has no dropout or schedule, which a task's defaults may have."""
+    return carried_out(folder, workers, [{"defaults": False, **job} for job in jobs], name)
 
 
 def parameters(run: Path) -> dict[str, torch.Tensor]:
@@ -83,10 +78,6 @@ def test_replicas_of_stages_compute_what_the_reference_does(tmp_path: Path, tie:
     assert all(each.get("ending") == "done" for rank in told for each in rank), told
     for job in jobs:
         assert_close(parameters(tmp_path / job["run"]), reference(job["spec"], 2, STEPS))
-
-
-def rows_of(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
 @pytest.mark.slow

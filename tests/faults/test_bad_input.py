@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +19,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _small import TEXT, Job, carry_out, spec
-
-import carrywave
-from carrywave.parallel.startup.launcher_env import WorkerFile
 
 NAN = float("nan")
 FILES: dict[str, Any] = {
@@ -98,39 +91,3 @@ def test_all_workers_refuse_it_alike(told: dict[str, list[Job]]) -> None:
             assert "error" in each, (name, each)
             assert "\n" not in each["error"]
             assert re.search(message, each["error"]), each["error"]
-
-
-CLUSTER: dict[str, tuple[dict[str, str], str]] = {
-    "29 no master": ({"RANK": "0"}, "RANK is set but MASTER_ADDR is not; start the workers with torchrun"),
-    "30 port busy": (
-        {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"},
-        "port BUSY on 127.0.0.1 is in use by another program, or another training; ",
-    ),
-    "31 rank": ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"}, "RANK=2 is out of range for WORLD_SIZE=2; "),
-    "34 no peer": ({"RANK": "1", "CARRYWAVE_WORKER": "WORKER", "CARRYWAVE_START_SECONDS": "3"}, "rank 0 of 2 did not show up within 3 s; "),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_an_environment_that_cannot_be(tmp_path: Path) -> None:
-    """Real commands, all at once."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        running = {}
-        file = WorkerFile(one_host=True, store=tmp_path / "store").write(tmp_path / "worker.json")["CARRYWAVE_WORKER"]
-        for name, (variables, message) in CLUSTER.items():
-            swapped = {key: value.replace("BUSY", port).replace("WORKER", file) for key, value in variables.items()}
-            own = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "PYTHONPATH": str(Path(carrywave.__file__).parents[1]), **swapped}
-            command = [sys.executable, "-m", "carrywave", "train", "--device", "cpu", "--run", str(tmp_path / "run")]
-            process = subprocess.Popen(command, env=os.environ | own, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-            running[name] = (process, message.replace("BUSY", port), time.monotonic())
-        for name, (process, message, began) in running.items():
-            err = process.communicate(timeout=200)[1]
-            print(f"{name}: {time.monotonic() - began:.1f} s with the start of python")
-            assert process.returncode == (74 if name == "30 port busy" else 2), err
-            assert err.count("\n") == 1, err
-            assert re.match(rf"carrywave: (rank \d: )?{re.escape(message)}", err), err
-    assert not (tmp_path / "run").exists()

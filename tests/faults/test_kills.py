@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 import _disturbed_run as disturbed_run
-import _ledger as ledger
-import _warm
 from _disturbed_run import Fault, Outcome, Running, RunSetup
 from carrywave.errors import RunError
 
@@ -42,26 +39,6 @@ KILLS = [
         for case, kills in disturbed_run.KILLS.items()
     ),
 ]
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.slow
-def test_a_kill_during_a_save_does_not_change_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kill, which every run of the tests can afford: at the worst moment, and early, so that there are several saves to meet."""
-    case = replace(disturbed_run.REPLICAS, steps=40)
-    disturbed_run.write_data(tmp_path)
-    (tmp_path / "calm-ledger").mkdir()
-    monkeypatch.chdir(tmp_path)
-    calm = [sys.executable, ledger.__file__, *disturbed_run.command_words(case, "calm")]
-    assert _warm.start(calm, case.devices, environment={ledger.FOLDER: str(tmp_path / "calm-ledger")}).code == 0
-    running = Running(tmp_path, "disturbed", case, "--restarts", "1")
-    try:
-        fault = disturbed_run.harm(running, case.devices, 0, random.Random(1), 4, "save", signal.SIGKILL)
-        told = running.wait()
-    finally:
-        running.end()
-    told.faults = [fault]
-    check(tmp_path, told)
 
 
 @pytest.mark.parametrize(("case", "kills", "stages"), KILLS)
