@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import carrywave as cw
+from _zoo import Zoo
 from carrywave.cli.main import app
 from carrywave.errors import UserError
 from carrywave.exporting import comparison, onnx_file, run_export
@@ -31,54 +31,45 @@ HAS_ONNX = all(find_spec(name) is not None for name in ("onnx", "onnxruntime"))
 needs_onnx = pytest.mark.skipif(not HAS_ONNX, reason="the extra onnx is not installed")
 
 
-def learn(folder: Path, task: str, data: dict[str, Any], model: dict[str, Any], **sections: Any) -> Path:
-    steps = {"max_steps": 6, "lr": 0.05, **sections.pop("train", {})}
-    spec = parse({"task": task, "data": data, "model": {"hidden": 10, "layers": 2, **model}, "train": steps, **sections})
-    train(spec, run=folder / "run", device="cpu")
-    return folder / "run"
-
-
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("speaker")
     (folder / "text.txt").write_text("the cat sat on the mat\n" * 40)
-    return learn(folder, "language", {"train": str(folder / "text.txt")}, {"tie": True}, batch={"lanes": 4, "steps": 16})
+    data, model = {"train": str(folder / "text.txt")}, {"hidden": 10, "layers": 2, "tie": True}
+    how = {"batch": {"lanes": 4, "steps": 16}, "train": {"max_steps": 6, "lr": 0.05}}
+    train(parse({"task": "language", "data": data, "model": model, **how}), run=folder / "run", device="cpu")
+    return folder / "run"
 
 
-def rows(folder: Path, label: Any) -> str:
-    draw = np.random.default_rng(1)
-    written = []
-    for _ in range(30):
-        steps = draw.normal(size=(int(draw.integers(1, 9)), 2)).round(3).tolist()
-        written.append(json.dumps({"steps": steps, **label(steps)}) + "\n")
-    (folder / "rows.jsonl").write_text("".join(written))
-    return str(folder / "rows.jsonl")
+TASKS = ("text", "labels", "tags", "spans", "spoken", "series", "numbers", "each step", "several")
 
 
-def run_of(task: str, folder: Path) -> Path:
-    """A run of any task, each with options of its own."""
-    if task == "language":
-        (folder / "text.txt").write_text("the cat sat on the mat\n" * 40)
-        return learn(folder, task, {"train": str(folder / "text.txt"), "tokens": "word"}, {"layer_norm": True, "learned_carry": True})
-    if task == "forecasting":
-        values = "\n".join(f"{10 * np.sin(step / 5) + 50:.3f}" for step in range(200))
-        (folder / "series.csv").write_text("y\n" + values + "\n")
-        data = {"train": str(folder / "series.csv"), "horizon": 4, "quantiles": [0.1, 0.5, 0.9], "season": 5}
-        return learn(folder, task, data, {"hidden": [6, 10]}, batch={"lanes": 2, "steps": 16})
-    labels = {
-        "classification": lambda steps: {"label": "up" if steps[-1][0] > 0 else "down"},
-        "tagging": lambda steps: {"labels": ["up" if step[0] > 0 else "down" for step in steps]},
-        "transcription": lambda steps: {"labels": ["up" if step[0] > 0 else "down" for step in steps[::2]]},
-        "regression": lambda steps: {"label": 100 + sum(map(sum, steps))},
-    }
-    one_way = {"bidirectional": False, "front": "none"}
-    model = {
-        "classification": {**one_way, "projection": 4},
-        "tagging": {"bidirectional": True},
-        "regression": {**one_way, "pool": "mean"},
-        "transcription": {"upsample": 2},
-    }
-    return learn(folder, task, {"train": rows(folder, labels[task])}, model[task], batch={"tokens": 64})
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.sampled(3)
+def test_every_task_to_safetensors_and_back(kind: str, zoo: Zoo, tmp_path: Path) -> None:
+    run = zoo(kind)
+    out = export_run(run, "safetensors", tmp_path / "out").folder / "model.safetensors"
+    spec = open_run(run, "cpu").spec
+    again = spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": 1, "lr": 1e-30})})
+    train(again, run=tmp_path / "next", device="cpu", init=str(out))
+    before, after = (load_file(folder / "weights.safetensors") for folder in (run, tmp_path / "next"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@needs_onnx
+@pytest.mark.parametrize("kind", TASKS)
+def test_every_task_to_onnx(kind: str, zoo: Zoo, tmp_path: Path) -> None:
+    found = export_run(zoo(kind), "onnx", tmp_path / "out")
+    assert found.difference is not None
+    assert found.difference < 1e-5
+    assert json.loads((found.folder / "model.json").read_text())["task"] == open_run(zoo(kind), "cpu").spec.task
+    if kind in ("text", "each step"):
+        assert export_run(zoo(kind), "onnx", tmp_path / "stateful", stateful=True).files
+    elif kind == "tags":
+        for to in ("onnx", "torch", "c"):
+            with pytest.raises(UserError, match="bidirectional layers read whole sequences, so there is no carry to pass on; "):
+                export_run(zoo(kind), to, tmp_path / to, step=to != "c")
+            assert not (tmp_path / to).exists()
 
 
 def test_safetensors_run_in_plain_torch_as_documented(speaker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,31 +112,6 @@ def test_exported_weights_start_a_run_with_their_vocabulary(speaker: Path, tmp_p
     before, after = (load_file(run / "weights.safetensors") for run in (speaker, tmp_path / "next"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["language", "classification", "tagging", "transcription", "forecasting", "regression"])
-def test_every_task_to_safetensors_and_back(task: str, tmp_path: Path) -> None:
-    run = run_of(task, tmp_path)
-    out = export_run(run, "safetensors", tmp_path / "out").folder / "model.safetensors"
-    spec = open_run(run, "cpu").spec
-    again = spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": 1, "lr": 1e-30})})
-    train(again, run=tmp_path / "next", device="cpu", init=str(out))
-    before, after = (load_file(folder / "weights.safetensors") for folder in (run, tmp_path / "next"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@needs_onnx
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["language", "classification", "tagging", "transcription", "forecasting", "regression"])
-def test_every_task_to_onnx(task: str, tmp_path: Path) -> None:
-    run = run_of(task, tmp_path)
-    for stateful in (False, True) if task not in ("tagging", "transcription") else (False,):
-        found = export_run(run, "onnx", tmp_path / f"out{stateful}", stateful=stateful)
-        assert found.difference is not None
-        assert found.difference < 1e-5
-        about = json.loads((found.folder / "model.json").read_text())
-        assert about["task"] == task
 
 
 @needs_onnx
@@ -220,17 +186,6 @@ def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> N
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["--to", "onnx", "--step"], ["--to", "torch", "--step"], ["--to", "c"]])
-def test_both_directions_have_no_single_step(words: list[str], tmp_path: Path) -> None:
-    labels = rows(tmp_path, lambda steps: {"labels": ["up" if step[0] > 0 else "down" for step in steps]})
-    run = learn(tmp_path, "tagging", {"train": labels}, {"bidirectional": True}, batch={"tokens": 64}, train={"max_steps": 1})
-    result = CliRunner().invoke(app, ["export", str(run), *words, "-o", str(tmp_path / "out")])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("carrywave: bidirectional layers read whole sequences, so there is no carry to pass on; ")
-    assert result.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_command_says_what_it_wrote(speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["export", str(speaker), "--to", "safetensors"])
@@ -257,12 +212,3 @@ def test_not_a_number_is_a_difference(speaker: Path) -> None:
 def test_a_model_that_magnifies_rounding_may_differ_by_as_much(rounding: float, allowed: float) -> None:
     right = torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
     assert comparison.with_rounding(comparison.TOLERANCE, right * (1.0 + rounding), right) == pytest.approx(allowed)
-
-
-def test_layers_of_torch_start_a_model(speaker: Path, tmp_path: Path) -> None:
-    lstm = torch.nn.LSTM(10, 10, 2)
-    save_file({f"rnn.{name}": tensor for name, tensor in lstm.state_dict().items()}, tmp_path / "lstm.safetensors")
-    saved = open_run(speaker, "cpu")
-    asked = saved.spec.model.model_copy(update={"pretrained": str(tmp_path / "lstm.safetensors")})
-    model = type(saved.task)(saved.spec.model_copy(update={"model": asked}), saved.task.codec, saved.task.facts).model()
-    assert all(torch.equal(model.lstm.get_parameter(name), tensor) for name, tensor in lstm.state_dict().items())
