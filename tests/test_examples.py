@@ -170,28 +170,6 @@ def test_accumulated_batches_are_one_batch() -> None:
     assert pieces == pytest.approx(whole, rel=1e-6)  # told in float32
 
 
-def test_every_start_that_a_program_names_is_tested() -> None:
-    """Those of several hosts aside: tests/distributed has two."""
-    for name in MANY:
-        lines = [line.split("#")[0].strip() for line in (program(name).__doc__ or "").splitlines()]
-        named = {line for line in lines if line.startswith(("python ", "torchrun "))}
-        assert named
-        # Alone, a program is called in this process.
-        alone = {f"python examples/{name}.py"} if any(f"{name}.py" in command for command in UNDER_TORCHRUN) else set()
-        assert {command for command in named if "--nnodes" not in command} - alone <= SCRIPTS.keys() | UNDER_TORCHRUN.keys()
-    readme = (ROOT / "examples/README.md").read_text()
-    told = {
-        command for command in re.findall(r"`((?:python|torchrun) examples[^`]*|torchrun --nproc[^`]*)`", readme) if "NAME" not in command
-    }
-    alone = {f"python examples/{name}.py" for name in MANY}
-    # What two do without the number; and tests/test_recipes.py has what writes data.
-    defaults = {"python examples/replicas.py 2", "python examples/stages.py 2", "python examples/python_data.py"}
-    defaults |= {"python examples/music_data.py JSB_Chorales.mat data/jsb-chorales"}
-    defaults |= {"python examples/slot_filling.py SlotGated-SLU/data/atis data/atis"}
-    defaults |= {"python examples/streamflow.py CAMELS data/streamflow.parquet"}
-    assert told - alone - defaults <= SCRIPTS.keys() | UNDER_TORCHRUN.keys()
-
-
 def test_the_readme_lists_every_example() -> None:
     listed = re.findall(r"^- `([^`]+)`", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}

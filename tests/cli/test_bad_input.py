@@ -366,12 +366,10 @@ def edit(path: Path, **changes: Any) -> None:
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "codec gone": (lambda run: (run / "codec.json").unlink(), "run/codec.json cannot be read: No such file or directory; pass a complete"),
     "codec tokens": (lambda run: edit(run / "codec.json", vocabulary=["ab"]), "run/codec.json does not match the codec that "),
-    "codec size": (lambda run: edit(run / "codec.json", size=3), "run/facts.json is damaged (vocabulary is 15, but 3 in codec.json)"),
     "codec task": (
         lambda run: edit(run / "codec.json", task="tagging"),
-        "run/codec.json has task tagging, but run/spec.yaml has language; ",
+        "run/codec.json is for tagging, text by char, but run/spec.yaml has task=language",
     ),
-    "facts of other data": (lambda run: edit(run / "facts.json", vocabulary=17), "run/facts.json is damaged (vocabulary is 17, but 15 in"),
     "spec gone": (lambda run: (run / "spec.yaml").unlink(), "run is not a run: it has no spec.yaml; pass a run folder"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import warnings
 import zipfile
@@ -14,7 +15,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from _export_models import FORMS, STEPWISE, made
 
-from carrywave.errors import UserError
 from carrywave.exporting import torch_program
 from carrywave.exporting.comparison import largest_difference, largest_step_difference
 from carrywave.exporting.portable import Portable
@@ -62,22 +62,15 @@ def test_what_torch_has_traced_before_does_not_matter_nor_change() -> None:
     assert traced(decomposed=True) == steps
 
 
-def test_an_archive_with_a_pickle_is_not_loaded() -> None:
-    class Doubled(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(Doubled(), (torch.ones(3),)), file)
-    with pytest.raises(UserError, match=r"torch.export pickled .*sample_inputs.*, and carrywave loads no pickles"):
-        torch_program.runner(file.getvalue())
-
-
 def test_the_weights_come_back_bit_for_bit() -> None:
     model = made("language, widths, norms, learned carry")
     data = torch_program.archive(Portable(model))
-    names = zipfile.ZipFile(io.BytesIO(data)).namelist()
-    assert any(name.endswith("models/model.json") for name in names)
+    with zipfile.ZipFile(io.BytesIO(data)) as files:
+        assert any(name.endswith("models/model.json") for name in files.namelist())
+        for name in files.namelist():  # and nothing is pickled
+            assert "/data/sample_inputs/" not in name or not files.read(name)
+            if name.endswith(("_weights_config.json", "_constants_config.json")):
+                assert not any(entry.get("use_pickle") for entry in json.loads(files.read(name))["config"].values())
     program = torch.export.load(io.BytesIO(data))
     found = {name.removeprefix("model."): tensor for name, tensor in program.state_dict.items()}
     own = dict(model.named_parameters())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,31 +131,19 @@ def _free(folder: Path) -> Path:
 def _whole_or_nothing(folder: Path) -> Iterator[Path]:
     """A folder that gets its name once everything in it is written; otherwise nothing is left of it."""
     made = [parent for parent in folder.absolute().parents if not parent.exists()]
-    draft: Path | None = None
+    draft = folder.absolute().with_name(f".{folder.name[:40]}.part")
     try:
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name[:40]}.", suffix=".part", dir=folder.absolute().parent))
+        draft.mkdir(parents=True, exist_ok=True)
         yield draft
-        draft.chmod(0o777 & ~_umask())
         for file in draft.rglob("*"):
             sync_path(file)
         os.replace(draft, folder)  # an empty folder gives way to it
-        sync_path(folder.absolute().parent)
     except BaseException as error:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         for parent in made:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
         if isinstance(error, OSError):
-            remedy = remedy_for(error, "make the folder writable")
-            raise from_system(error)(
-                f"{folder} could not be written: {error.strerror or error}; {remedy}, or choose another folder"
-            ) from error
+            fact = f"{folder} could not be written: {error.strerror or error}"
+            raise from_system(error)(f"{fact}; {remedy_for(error, 'make the folder writable')}, or choose another folder") from error
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
