@@ -8,7 +8,7 @@ import pytest
 
 from carrywave.errors import SpecError
 from carrywave.spec.load import parse
-from carrywave.spec.train_spec import HIGHER, MULTI_LABEL, OF_DISTRIBUTIONS, OF_TASK, score
+from carrywave.spec.train_spec import MULTI_LABEL, OF_DISTRIBUTIONS, OF_TASK
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,3 @@ def test_every_metric_of_a_task_is_accepted() -> None:
     for metric in MULTI_LABEL:
         how = {"best": metric, "class_weights": "balanced"}
         assert parse({"task": "tagging", "data": {"multi_label": True}, "train": how}).train.best == metric
-
-
-def test_lower_scores_are_better() -> None:
-    assert all(score(metric, 0.9) < score(metric, 0.1) for metric in HIGHER)
-    assert score("loss", 0.1) < score("loss", 0.9)

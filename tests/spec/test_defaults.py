@@ -66,14 +66,6 @@ def test_signals_get_a_front_and_short_sequences_none() -> None:
     assert [(model.front, model.front_dropout, model.front_scales) for model in fronts[1:]] == [("none", 0.0, False)] * 2
 
 
-@pytest.mark.parametrize(
-    ("length", "strides"), [(32, [1, 1, 1]), (80, [2, 1, 1]), (300, [2, 2, 2]), (3_000, [4, 4, 4]), (90_000, [4, 4, 4])]
-)
-def test_strides_leave_about_as_many_steps_of_short_and_of_long_signals(length: int, strides: list[int]) -> None:
-    facts = DataFacts(features=1, labels=("a", "b"), sequences=10, steps=10 * length, longest=length)
-    assert [layer.stride for layer in fitted(parse({"task": "classification"}), facts).model.front_layers] == strides
-
-
 def test_a_linear_part_is_there_unless_numbers_are_to_be_read_step_by_step() -> None:
     facts = DataFacts(features=1, labels=("a", "b"), sequences=10, steps=200, longest=20)
     words = DataFacts(vocabulary=9, labels=("a", "b"), sequences=10, steps=200, longest=20)
@@ -119,16 +111,6 @@ def test_what_is_too_small_to_choose_by_does_not_choose(task: str, valid: int | 
     assert (train.weights, train.early_stop) == (weights, early_stop)
     given = with_kept_weights(Spec.model_validate({"task": task, "train": {"weights": "last", "early_stop": 3}}), valid).train
     assert (given.weights, given.early_stop) == ("last", 3)
-
-
-def test_what_is_given_stays() -> None:
-    facts = DataFacts(sequences=1, steps=8_640, longest=8_640)
-    assert batch("forecasting", facts, lanes=3) == BatchSpec(lanes=3, steps=64)
-    assert batch("forecasting", facts, steps=16, vary=True) == BatchSpec(lanes=32, steps=16, vary=True)
-    assert batch("language", facts, tokens=77) == BatchSpec(tokens=77)
-    asked = Spec.model_validate({"batch": {"lanes": 3, "steps": 5}})
-    assert fitted(asked, facts).batch == asked.batch
-    assert fitted(Spec(), DataFacts(vocabulary=10)) == Spec()  # nothing is known of its size
 
 
 @pytest.mark.parametrize(

@@ -175,21 +175,9 @@ def test_text_may_be_empty_or_in_quotes(text: str, value: str | None) -> None:
     assert set_overrides({}, [f"data.text={text}"]) == {"data": {"text": value}}
 
 
-def test_a_comma_is_a_decimal_mark() -> None:
-    data = load(None, ["task=forecasting", "data.train=x.csv", "data.decimal=,", "data.separator=tab", "data.read={skiprows: 3}"]).data
-    assert data.told == {"sep": "\t", "decimal": ",", "skiprows": 3}
-
-
 def test_one_name_or_number_is_a_list_of_one() -> None:
     data = load(overrides=["task=forecasting", "data.train=a.csv", "data.targets=load", "data.calendar=hour", "data.bands=0.8"]).data
     assert (data.targets, data.calendar, data.bands) == (("load",), ("hour",), (0.8,))
-
-
-def test_several_mistakes_are_counted(spec_file: Path) -> None:
-    spec_file.write_text("model: {hidden: 0, layers: x}\ntrain: {lr: -1}\n")
-    assert refused(spec_file) == f"model.hidden is 0; {HIDDEN} (and 2 more)"
-    spec_file.write_text("modl: 3\nmodel: {hidden: 0, hiden: 3}\n")
-    assert refused(spec_file) == "unknown key modl; did you mean model? (and 1 more)"
 
 
 @pytest.mark.parametrize(
@@ -215,17 +203,6 @@ def test_files_refused_in_one_line(spec_file: Path, text: str, message: str) -> 
 def test_strange_files_are_refused_in_one_line(spec_file: Path, text: str) -> None:
     spec_file.write_text(text)
     assert ";" in refused(spec_file)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    missing, binary = tmp_path / "missing.yaml", tmp_path / "binary.yaml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    assert refused(missing) == f"{missing} does not exist; pass the path of a spec file, or key=value"
-    assert refused(tmp_path) == f"{tmp_path} is a folder, not a spec; pass the path of a spec file"
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/spec.yaml").write_text("task: language\n")
-    assert refused(tmp_path / "run") == f"{tmp_path}/run is a run, not a spec; pass it as --run {tmp_path}/run"
-    assert refused(binary) == f"{binary} is not UTF-8 text; pass a spec file in YAML"
 
 
 def test_values_from_python() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from carrywave.errors import SpecError
 from carrywave.spec.load import dump, load, parse
-from carrywave.spec.signal_spec import FRONTS, total_stride
+from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.yaml_text import parse_yaml
 
 LIST = "model.front=[{channels: 8, kernel: 5, stride: 3}, {channels: 16, kernel: 3}]"
@@ -21,11 +21,6 @@ def test_a_front_is_read_and_written(given: str, stride: int, layers: int) -> No
     assert again == spec
     assert again.data.augment is not None
     assert (again.data.augment.crop, again.data.augment.shift, again.data.augment.noise) == (0.9, True, 0.0)
-
-
-def test_named_fronts_are_those_of_the_documentation() -> None:
-    found = {name: [(layer.channels, layer.kernel, layer.stride) for layer in layers] for name, layers in FRONTS.items()}
-    assert found == {"none": [], "small": [(64, 9, 4), (128, 9, 4)], "deep": [(64, 9, 2), (128, 7, 2), (128, 5, 2)]}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +42,3 @@ def test_named_fronts_are_those_of_the_documentation() -> None:
 def test_what_cannot_be_is_refused(given: list[str], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         load(None, given)
-
-
-def test_a_front_of_stride_1_is_for_tagging_too() -> None:
-    assert load(None, ["task=tagging", "model.front=[{kernel: 5, stride: 1}]"]).model.front_layers[0].kernel == 5

@@ -8,20 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carrywave.spec.load import dump, parse
+from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.spec.yaml_text import parse_yaml
 
 TASKS = ("language", "classification", "tagging", "transcription", "forecasting", "regression")
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_a_spec_with_defaults_is_valid_and_read_again_it_stays_as_it_is(task: str) -> None:
-    spec = parse({"task": task})
-    assert spec != parse({"task": task}, defaults=False)
-    written = parse_yaml(dump(spec), "spec")
-    assert parse(written) == spec
-    assert parse(written, defaults=False).model == spec.model
 
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -59,11 +49,6 @@ def test_the_rate_of_a_language_model_falls_with_its_width(width: int, layers: i
     assert rate == pytest.approx(1.28 / max(128, width))
 
 
-def test_other_optimizers_keep_their_rates() -> None:
-    train = parse({"train": {"optimizer": "sgd", "lr": 1.0}}).train
-    assert (train.lr, train.clip, train.schedule) == (1.0, None, "constant")
-
-
 def test_a_default_that_is_written_out_changes_nothing() -> None:
     for task in TASKS:
         spec = parse({"task": task})
@@ -73,8 +58,3 @@ def test_a_default_that_is_written_out_changes_nothing() -> None:
                 if value == getattr(getattr(parse({"task": task}, defaults=False), section), name):
                     continue
                 assert parse({"task": task, section: {name: value}}) == spec, (task, section, name)
-
-
-def test_keys_are_judged_by_the_defaults_beside_them() -> None:
-    assert parse({"task": "classification", "model": {"front_dropout": 0.3}}).model.front_dropout == 0.3
-    assert parse({"task": "forecasting", "train": {"hold": 10}}).train.schedule == "cosine"

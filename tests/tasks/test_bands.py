@@ -20,11 +20,6 @@ def test_a_radius_is_the_error_of_the_corrected_rank() -> None:
     assert bands.levels == (0.025, 0.1, 0.25, 0.5, 0.75, 0.9, 0.975)
 
 
-def test_errors_that_are_missing_do_not_count() -> None:
-    error_NH = np.array([[1.0, 4.0], [2.0, np.nan], [3.0, 5.0], [np.nan, 6.0], [4.0, 7.0]])
-    assert Bands.of((0.5,), [error_NH]).radius_LHC[0].tolist() == [[3.0], [6.0]]  # rank 3 of 4
-
-
 def test_few_errors_are_pooled_over_steps_and_too_few_give_the_widest() -> None:
     error_NH = np.arange(1.0, 25.0).reshape(8, 3)
     bands = Bands.of((0.5, 0.95), [error_NH])
@@ -75,16 +70,6 @@ def test_the_share_within_is_counted_column_by_column(apart: bool) -> None:
     assert summed.values()["within_50"] == 1.0  # −0.6 and then 0.9
 
 
-def test_errors_are_in_units_of_the_deviation_where_bands_are() -> None:
-    bands = Bands((0.5,), np.array([[[1.0], [1.0]]]), 9, steps=5)
-    target_TBHC = torch.tensor([[1.5, 1.5], [1.5, 3.5]], dtype=torch.float64)[:, None, :, None]  # two rows of one series
-    wide = torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None, None, None]
-    columns = Columns(("a",), torch.ones(1, 1, dtype=torch.float64))
-    meter = BandErrors(DataSpec(horizon=2), 1, None, torch.device("cpu"), columns, bands, lambda at, first, steps: wide)
-    meter.update(torch.zeros_like(target_TBHC), target_TBHC, torch.tensor([0]), torch.tensor([0]))
-    assert meter.values()["within_50"] == 0.25
-
-
 def test_bands_move_with_the_deviation_unless_it_tells_nothing() -> None:
     draw = np.random.default_rng(3)
     error_NH, deviation_N = np.abs(draw.normal(size=(500, 2))), draw.uniform(1.0, 4.0, size=500)
@@ -94,8 +79,3 @@ def test_bands_move_with_the_deviation_unless_it_tells_nothing() -> None:
         assert bands.radius_LHC == pytest.approx(1.28, rel=0.1)  # of a normal distribution
         assert within_own(bands, [error], [deviation_N])["within_80"] == pytest.approx(0.8, abs=0.005)
     assert fitting((0.8,), [error_NH * deviation_N[:, None]], [deviation_N], 0).steps == 0  # not asked
-
-
-def test_the_errors_that_made_the_bands_lie_within_them_as_asked() -> None:
-    errors = [np.random.default_rng(2).gamma(1.0, size=(199, 4))]
-    assert within_own(Bands.of((0.8,), errors), errors, [np.ones(199)]) == {"within_80": 160 / 199}

@@ -11,7 +11,7 @@ import carrywave as cw
 from carrywave.data.sequences import Sequences
 from carrywave.spec.data_spec import DataSpec
 from carrywave.tasks import baselines as simple
-from carrywave.tasks.ridge import Ridge, fit_line
+from carrywave.tasks.ridge import Ridge
 
 
 def test_errors_are_those_of_a_plain_loop() -> None:
@@ -41,30 +41,6 @@ def test_errors_are_those_of_a_plain_loop() -> None:
         np.testing.assert_allclose(errors.square_HC, (gap**2).mean(axis=0), rtol=1e-12)
         assert errors.scaled == pytest.approx((np.abs(gap) / np.where(scale > 0, scale, 1))[known].mean(), rel=1e-12)
         assert errors.pinball == pytest.approx(np.mean([np.maximum(q * gap, (q - 1) * gap).mean() for q in (0.2, 0.5)]), rel=1e-12)
-
-
-def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = Sequences(np.random.default_rng(2).normal(size=(60, 1)).astype(np.float32), np.array([0]), np.array([60]))
-    line = fit_line(data, np.array([0]), 5, 2)
-    args = data, DataSpec(horizon=2), np.array([0]), np.ones((1, 1)), line
-    whole = simple.baselines(*args)[0]["ridge"]
-    monkeypatch.setattr(simple, "BLOCK_VALUES", 35)
-    np.testing.assert_allclose(simple.baselines(*args)[0]["ridge"].absolute_HC, whole.absolute_HC, rtol=1e-12)
-    monkeypatch.setattr(simple, "MOST_PRODUCTS", 10.0)
-    found, why = simple.baselines(*args)
-    assert "ridge" not in found
-    assert why is not None
-
-
-def test_what_is_said() -> None:
-    values = {"mae": 0.5, "rmse": 0.5, "naive_mae": 0.4, "naive_rmse": 0.6, "last_mae": 0.7, "ridge_mae": 0.35, "ridge_lags": 96.0}
-    assert simple.verdicts(values) == [
-        "worse than the naive forecast: mae 0.5 against 0.4",
-        "worse than a straight line: mae 0.5 against 0.35 (ridge on the last 96 values)",
-    ]
-    assert simple.beside(values) == "mae 0.5; seasonal naive 0.4, last value 0.7, ridge 0.35"
-    assert simple.verdicts({"mae": 0.3, "naive_mae": 0.4}) == []
-    assert (simple.verdicts({"accuracy": 0.3}), simple.beside({"accuracy": 0.3})) == ([], None)
 
 
 def test_a_run_tells_of_them_and_so_does_its_evaluation(tmp_path: Any) -> None:

@@ -77,21 +77,3 @@ def test_metrics_are_in_the_units_they_say() -> None:
     assert found["mae[y]"] == pytest.approx(float((target.view(2) - median).abs().mean()))
     assert found["rmse_of_mean"] == pytest.approx(math.sqrt(((2 / 2) ** 2 + (30 / 10) ** 2) / 2))
     assert found["within_80"] == 0.5  # 6 lies within, and 50 above
-
-
-def test_missing_targets_add_nothing() -> None:
-    data, parameters = DataSpec(distribution="student_t", horizon=2), torch.tensor([0.5, 1.0, 5.0])
-    target = torch.tensor([[1.0, math.nan], [math.nan, -2.0]]).view(2, 1, 2, 1)
-    alone, holed = (DistributionErrors(data, 1) for _ in range(2))
-    holed.update(parameters.expand(2, 1, 2, 1, 3), target)
-    alone.update(parameters.expand(1, 1, 2, 1, 3), torch.tensor([1.0, -2.0]).view(1, 1, 2, 1))
-    assert holed.values() == pytest.approx(alone.values())
-    assert not alone.fits(parameters, target)
-
-
-def test_an_interval_covers_what_it_should() -> None:
-    torch.manual_seed(2)
-    metric = DistributionErrors(DataSpec(distribution="normal", horizon=1), 1)
-    metric.update(torch.tensor([1.0, 3.0]).expand(4000, 1, 1, 1, 2), 1.0 + 3.0 * torch.randn(4000, 1, 1, 1))
-    assert metric.values()["within_80"] == pytest.approx(0.8, abs=0.02)
-    assert metric.values()["coverage_0.9"] == pytest.approx(0.9, abs=0.02)

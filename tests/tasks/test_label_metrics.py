@@ -62,24 +62,3 @@ def test_the_loss_without_weights_is_the_sum_over_labels_by_step() -> None:
     meter.update(out, TARGETS)
     losses = binary_cross_entropy_with_logits(out.double(), TARGETS.nan_to_num().double(), reduction="none")
     assert meter.values()["unweighted_loss"] == pytest.approx(losses[TARGETS.isfinite()].sum().item() / 4, rel=1e-12)
-
-
-def test_rows_and_what_does_not_fit() -> None:
-    meter = LabelDecisions(4, labels="abcd")
-    meter.update(logits_for(CHOSEN), TARGETS)
-    rows = meter.rows("label")
-    assert [row["label"] for row in rows] == ["a", "b", "c", "d"]
-    assert rows[2] == {"label": "c", "precision": 1 / 3, "recall": 1.0, "f1": 0.5, "targets": 1, "predicted": 3}
-    assert math.isnan(float(rows[3]["f1"]))
-    assert not meter.fits(torch.zeros(5, 3), TARGETS)
-    assert meter.fits(torch.zeros(5, 4), TARGETS)
-
-
-def test_nothing_to_find_has_no_f1() -> None:
-    meter = LabelDecisions(2)
-    meter.update(-torch.ones(3, 2), torch.zeros(3, 2))
-    found = meter.values()
-    assert math.isnan(found["micro_f1"])
-    assert math.isnan(found["macro_f1"])
-    assert found["exact_match"] == 1.0
-    assert found["naive_loss"] == 0.0

@@ -8,24 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from carrywave.data.batch import Batch
 from carrywave.data.loader import build
 from carrywave.data.order import Cursor, StreamOrder
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.sequences import History, View
-from carrywave.errors import UserError
-from carrywave.model.encoders import Numbers
 from carrywave.model.heads.forecast import Forecast, deviation
-from carrywave.model.lstm import LSTM
-from carrywave.model.model import Model
-from carrywave.prediction.evaluate import evaluate_run
 from carrywave.prediction.evaluation import order_for
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step.trainer import Trainer
 from carrywave.tasks.ridge import fit_line
 from carrywave.tasks.task import Task
-from carrywave.train.fit import train
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +71,6 @@ def test_before_training_the_forecast_is_the_ridge_forecast(table: Path):
     np.testing.assert_allclose(found.detach().numpy(), wanted, rtol=0, atol=1e-6)  # the weights are kept in float32
 
 
-def test_a_run_with_a_linear_part_ends_no_worse_than_the_line(table: Path, tmp_path: Path):
-    train(_spec(table, train={"lr": 0.003}), run=tmp_path / "run", device="cpu")
-    train(_spec(table, model={"linear": 0}, train={"lr": 0.003}), run=tmp_path / "without", device="cpu")
-    ours, without = (float(evaluate_run(tmp_path / name, device="cpu")["mae"]) for name in ("run", "without"))
-    assert ours < 0.5 * without  # which has had a few steps to learn two waves
-
-
 @pytest.mark.parametrize("quantiles", [None, (0.1, 0.5, 0.9)])
 def test_a_scaled_head_follows_the_deviation_of_the_last_values(quantiles: tuple[float, ...] | None):
     head = Forecast(4, 2, 1, quantiles, linear=True, scaled=True, past_steps=5).double()
@@ -94,17 +79,3 @@ def test_a_scaled_head_follows_the_deviation_of_the_last_values(quantiles: tuple
     once, thrice = head(y, past), head(y, 3 * past + 100.0)
     torch.testing.assert_close(thrice, 3 * once, rtol=1e-9, atol=1e-9)
     assert deviation(torch.ones(1, 1, 1, 5)).item() == pytest.approx(0.1)
-
-
-def test_quantiles_start_around_the_line(table: Path):
-    task, prepared = _task(_spec(table, data={"quantiles": [0.1, 0.5, 0.9]}))
-    head = task.model(prepared.train).head
-    out = head(torch.zeros(1, 1, 6), torch.zeros(1, 1, 2, 12))
-    torch.testing.assert_close(out[..., 1], head.line.bias.T[None, None], rtol=0, atol=1e-6)
-
-
-def test_a_batch_without_history_is_refused():
-    head = Forecast(4, 2, 1, linear=True, past_steps=5)
-    trainer = Trainer(Model(Numbers(3), LSTM(3, 4), head))
-    with pytest.raises(UserError, match=r"reads the last 5 values at every step, but the history of the batch has 0 rows; pass Batch\.of"):
-        trainer.step(Batch.of(torch.zeros(6, 2, 3), torch.zeros(6, 2, 2, 1)))

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 import carrywave as cw
-from carrywave.tasks.mase_scale import MaseScale
 
 DAYS = pd.date_range("2024-01-01", periods=100)
 DRAW = np.random.default_rng(7)
@@ -59,11 +58,3 @@ def test_a_series_that_train_did_not_hold_is_left_out_and_told(tmp_path: Path) -
     assert found["mase"] == pytest.approx(cw.evaluate(run, long("b"), device="cpu")["mase"], rel=1e-5)
     with pytest.warns(UserWarning, match="mase leaves out all series"):
         assert not {"mase", "naive_mase"} & set(cw.evaluate(run, other, device="cpu"))
-
-
-def test_changes_are_kept_as_they_are() -> None:
-    for changes in (MaseScale(), MaseScale(every=(0.5, 0.0)), MaseScale(named={"a": (0.5, 1.0), "b": (0.0, 2.0)})):
-        assert MaseScale.from_json(changes.to_json(), changes.columns) == changes
-    for broken in ([1.0], {"a": [1.0, 2.0], "b": [1.0]}):
-        with pytest.raises(ValueError, match=r"1 numbers, but codec\.json has 2 targets"):
-            MaseScale.from_json(broken, 2)

@@ -45,9 +45,6 @@ def spec_of(**data: Any) -> Spec:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one target": {},
-    "several targets": {"targets": ["a", "b"]},
-    "independent channels": {"targets": ["a", "b"], "channels": "independent"},
-    "one weighted target": {"weight": "w"},
     "several weighted targets": {"targets": ["a", "b"], "weight": "w"},
     "independent weighted channels": {"targets": ["a", "b"], "channels": "independent", "weight": "w"},
 }
@@ -81,26 +78,6 @@ def variant(request: pytest.FixtureRequest) -> tuple[Prepared, Spec, Definition]
 
 
 Variant = tuple[Prepared, Spec, Definition]
-
-
-def test_targets_of_the_view_are_nan_where_cells_are_empty(variant: Variant) -> None:
-    found, spec, defined = variant
-    view = forecasting(found.train, spec, defined.columns)
-    assert view.targets_at is not None
-    for start, length, real in zip(view.starts, view.lengths, defined.real, strict=True):
-        targets = view.targets_at(np.arange(start, start + length))
-        wanted = np.arange(length)[:, None] + np.arange(1, HORIZON + 1)
-        np.testing.assert_array_equal(np.isnan(targets), ~real[wanted])
-    assert not np.isnan(found.train.inputs).any()
-
-
-def test_the_denominator_of_mase_leaves_them_out(variant: Variant) -> None:
-    found, _, defined = variant
-    changes = MaseScale.of(found.train, found.codec, SEASON).of_series(found.train, found.codec.channels)
-    for row, values, counted in zip(changes, defined.values, defined.counted, strict=True):
-        both = counted[SEASON:] & counted[:-SEASON]
-        expected = [np.abs(values[SEASON:, c] - values[:-SEASON, c])[both[:, c]].mean() for c in range(values.shape[1])]
-        np.testing.assert_allclose(row, expected, rtol=1e-12)
 
 
 def test_ridge_is_fitted_without_them(variant: Variant) -> None:
@@ -188,14 +165,3 @@ def test_filled_cells_count_if_that_is_asked_for() -> None:
         assert view.targets_at is not None
         assert view.targets_at(np.arange(6))[:, 0, 0].tolist() == np.diff(filled).tolist()
         assert any(f"empty cells: a 2 (data.missing={method})" in note for note in found.notes)
-
-
-def test_empty_cells_before_and_after_the_values_are_none_of_the_series() -> None:
-    found = plain([np.nan, np.nan, 3.0, np.nan, 4.0, 6.0, 7.0, np.nan])
-    assert found.train.inputs.tolist() == [[3, 1], [3, 1.5], [4, 2], [6, 2.5], [7, 3]]
-    assert found.train.missing is not None
-    assert found.train.missing[:, 0].tolist() == [False, True, False, False, False]
-    assert any("empty cells: a 1 (not trained on, not scored)" in note for note in found.notes)
-    two = from_python(frame().assign(a=lambda each: each.a.where(each.id == "p")), spec_of())
-    assert two.train.names == ("p",)
-    assert any("1 of 2 series have no values and are left out" in note for note in two.notes)

@@ -63,13 +63,6 @@ def test_features_are_those_of_plain_counts(lines: list[list[int]]) -> None:
         np.testing.assert_allclose(sorted(entries.values_E[first:end].tolist()), sorted(expected), rtol=1e-5)
 
 
-def test_only_the_commonest_are_kept() -> None:
-    data = sequences([[1, 2], [1, 3], [1, 2]], np.zeros(3, np.int64))
-    kept = NGrams.fit(data, np.arange(3), WORDS, 1)
-    assert kept.count == 1
-    assert kept.rarity_F.item() == pytest.approx(1.0)  # it stands in every text
-
-
 @pytest.mark.parametrize("kind", ["classes", "labels", "numbers"])
 def test_the_fit_has_no_slope_left(kind: str) -> None:
     generator = np.random.default_rng(1)

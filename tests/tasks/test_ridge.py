@@ -42,15 +42,6 @@ def test_forecasts_a_line_and_a_wave_without_error():
     assert np.abs(line(windows) - truth).max() < 1e-2
 
 
-def test_long_data_is_read_at_intervals(monkeypatch: pytest.MonkeyPatch):
-    data = _series([200, 150], 1)
-    every = ridge.fit_line(data, np.array([0]), 4, 2)
-    monkeypatch.setattr(ridge, "MOST_PRODUCTS", 5000.0)
-    some = ridge.fit_line(data, np.array([0]), 4, 2)
-    assert np.abs(every.weights_CNK - some.weights_CNK).max() > 1e-6
-    assert np.abs(every.weights_CNK - some.weights_CNK).max() < 1.0
-
-
 @pytest.mark.parametrize("length", [3, 7])
 def test_series_that_are_too_short_give_zeros(length: int):
     line = ridge.fit_line(_series([length], 1), np.array([0]), 6, 2)

@@ -5,7 +5,6 @@ Shapes: T time, B lane, N labels.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -19,7 +18,6 @@ from carrywave.data.sequences import UNSEEN, UNSEEN_INSIDE, Sequences
 from carrywave.tasks.metrics.spans import TagConfusion
 
 LABELS = ("O", "B-x", "I-x", "E-x", "S-x", "B-y", "I-y", "E-y", "S-y")
-Tags = list[list[int]]
 
 sequences = st.lists(st.lists(st.tuples(*[st.integers(0, len(LABELS) - 1)] * 2), min_size=1, max_size=9), min_size=1, max_size=5)
 
@@ -106,32 +104,6 @@ def test_it_is_conllevals(pairs: list[list[tuple[int, int]]], chosen: bool, step
     assert [row["targets"] for row in meter.rows("type")] == [wanted["x"], wanted["y"]]
 
 
-def test_it_is_seqevals() -> None:
-    seqeval = pytest.importorskip("seqeval.metrics", reason="seqeval is not installed")
-    scores = {"span_f1": seqeval.f1_score, "span_precision": seqeval.precision_score, "span_recall": seqeval.recall_score}
-
-    @given(pairs=sequences)
-    @settings(max_examples=60, deadline=None)
-    def check(pairs: list[list[tuple[int, int]]]) -> None:
-        values = measured(pairs, chosen=True, steps=9).values()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of spans that are missing altogether
-            for name, theirs in scores.items():
-                assert values[name] == pytest.approx(theirs(named(pairs, 0), named(pairs, 1)))
-
-    check()
-
-
-@given(pairs=sequences)
-@settings(max_examples=30, deadline=None)
-def test_steps_without_a_target_are_left_out(pairs: list[list[tuple[int, int]]]) -> None:
-    """As if the data did not have them: the label 2 stands for no target."""
-    left = [[pair for pair in each if pair[0] != 2] for each in pairs]
-    right, wanted, found = conlleval(named(left, 0), named(left, 1))
-    counts = measured(pairs, chosen=True, steps=3, unknown=2).counts()
-    assert counts.tolist() == [[count[kind] for kind in ("x", "y")] for count in (right, wanted, found)]
-
-
 def test_workers_that_saw_different_lanes_add_up() -> None:
     pairs = [[(1, 1), (2, 2), (0, 1)], [(5, 5), (6, 0)], [(4, 4)]]
     whole = measured(pairs, chosen=True, steps=3)
@@ -158,14 +130,6 @@ def test_a_sequence_that_begins_anew_inside_a_row_ends_what_is_open() -> None:
         meter = TagConfusion(LABELS, data_of([3], resets), chosen=True)
         meter.update(tags, tags, torch.tensor([0]), torch.tensor([0]))
         assert meter.counts().tolist() == [[spans, 0]] * 3
-
-
-def test_spans_without_a_type_have_a_name() -> None:
-    meter = TagConfusion(("B", "I", "O"), data_of([2]))
-    out = torch.nn.functional.one_hot(torch.tensor([[0], [1]]), 3).float()
-    meter.update(out, torch.tensor([[0], [1]]), torch.tensor([0]), torch.tensor([0]))
-    assert meter.rows("type") == [{"type": "span", "precision": 1.0, "recall": 1.0, "f1": 1.0, "targets": 1, "predicted": 1}]
-    assert meter.rows("label")[0]["label"] == "B"
 
 
 def test_spans_of_labels_that_train_does_not_have_are_missed() -> None:

@@ -75,18 +75,6 @@ def test_sums_of_workers_are_those_of_one() -> None:
     assert parts[0].values() == every.values()
 
 
-def test_weights_beside_targets_and_idle_lanes_count_for_nothing() -> None:
-    guess, truth = drawn(2, 10)
-    plain, weighted = StepErrors(codec(), "ab"), StepErrors(codec(), "ab")
-    plain.update(guess, truth, torch.tensor([0, 1]))
-    beside = torch.stack([truth, torch.full_like(truth, 7.0)], dim=-1)
-    assert weighted.fits(guess, beside)
-    weighted.update(guess, beside, torch.tensor([0, 1]))
-    weighted.update(guess, torch.full_like(beside, torch.nan), torch.tensor([-1, -1]))
-    assert weighted.values() == plain.values()
-    assert not plain.fits(guess[..., 0], truth)
-
-
 def test_series_without_an_efficiency() -> None:
     truth = torch.tensor([[0.5, 1.0, torch.nan], [0.5, torch.nan, torch.nan], [0.5, torch.nan, torch.nan]])[..., None]
     metric = StepErrors(codec(), "abc")
@@ -94,12 +82,3 @@ def test_series_without_an_efficiency() -> None:
     assert all(math.isnan(float(row["nse"])) and math.isnan(float(row["kge"])) for row in metric.rows("series"))
     assert math.isnan(metric.values()["nse_median"])
     assert metric.values()["mae"] == pytest.approx(2.0 * 2.5 / 4)
-
-
-def test_a_constant_estimate_follows_nothing() -> None:
-    truth = torch.tensor([1.0, 2.0, 4.0])[:, None, None]
-    metric = StepErrors(codec(), ("a",))
-    metric.update(torch.full_like(truth, 7.0 / 3.0), truth)
-    [row] = metric.rows("series")
-    assert row["nse"] == pytest.approx(0.0, abs=1e-6)
-    assert row["kge"] == pytest.approx(1 - math.sqrt(2), rel=1e-6)  # the right mean, but no correlation and no deviation

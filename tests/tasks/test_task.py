@@ -42,13 +42,6 @@ def classification(**train: Any) -> Task:
     return Task.of(spec, codec, codec.facts(labelled()), labelled())
 
 
-def test_the_same_seed_builds_the_same_weights_and_another_does_not() -> None:
-    first, again = (language(model={"hidden": 6}).model().state_dict() for _ in range(2))
-    other = language(model={"hidden": 6}, train={"seed": 2}).model().state_dict()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["lstm.weight_hh_l0"], other["lstm.weight_hh_l0"])
-
-
 def test_tied_models_have_one_matrix() -> None:
     model = language(model={"hidden": [8, 6], "layers": 2, "embedding": 6, "tie": True}).model()
     assert isinstance(model.head, Softmax)
@@ -69,11 +62,6 @@ def test_balanced_weights_are_inverse_to_the_counts() -> None:
     torch.testing.assert_close(model.head.get_buffer("weights"), torch.tensor([2 / 3, 1.0, 2.0]))
 
 
-def test_weights_by_name_leave_the_others_at_one() -> None:
-    model = classification(class_weights={"c": 4.0}).model(labelled())
-    assert model.head.get_buffer("weights").tolist() == [1.0, 1.0, 4.0]
-
-
 def test_a_weight_for_an_unknown_label_is_refused() -> None:
     with pytest.raises(SpecError, match=r"train.class_weights names 'd', which is not a label; use a, b, c"):
         classification(class_weights={"d": 2.0}).model(labelled())
@@ -88,13 +76,6 @@ def test_pretrained_vectors_reach_the_embedding(tmp_path: Path) -> None:
     assert 0.1 < weight[0].abs().max() <= 3**0.5  # drawn
 
 
-def test_pretrained_vectors_need_words() -> None:
-    spec = parse({"task": "classification", "model": {"hidden": 3, "layers": 1, "pretrained": "x.txt"}})
-    codec = Codec(task="classification", field="steps", labels=LABELS, columns=("x", "y"))
-    with pytest.raises(SpecError, match=r"model.pretrained=x.txt needs a vocabulary of words or characters"):
-        Task.of(spec, codec, codec.facts(labelled()), labelled()).model()
-
-
 def test_initial_weights_follow_the_spec() -> None:
     model = language(model={"hidden": 8, "layers": 1, "init": "orthogonal", "forget_bias": 1.0}).model().double()
     block = model.lstm.weight_hh_l0[:8]
@@ -102,16 +83,6 @@ def test_initial_weights_follow_the_spec() -> None:
     torch.testing.assert_close(block @ block.T, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-5)
     assert model.lstm.bias_ih_l0[8:16].tolist() == [1.0] * 8
     assert model.lstm.bias_hh_l0[8:16].tolist() == [0.0] * 8
-
-
-def test_balanced_weights_of_tags_leave_out_what_is_held_out() -> None:
-    spec = parse({"task": "tagging", "model": {"hidden": 5, "layers": 1}, "train": {"class_weights": "balanced"}})
-    codec = Codec(task="tagging", field="steps", labels=("a", "b"), columns=("x",))
-    tags = np.array([0, 0, 0, 1, 1, 1, 1, 1, -100])
-    # Rows 4 … 7 belong to a sequence that is held out.
-    data = Sequences(np.ones((9, 1), np.float32), np.array([0, 8]), np.array([4, 1]), tags=tags)
-    model = Task.of(spec, codec, codec.facts(data), data).model(data)
-    torch.testing.assert_close(model.head.get_buffer("weights"), torch.tensor([4 / (2 * 3), 4 / (2 * 1)]))
 
 
 MODELS: list[dict[str, Any]] = [

@@ -25,7 +25,7 @@ from carrywave.spec.signal_spec import FrontLayer
 from carrywave.spec.spec import Spec
 from carrywave.tasks.metrics.labels import LabelErrors, edit_distances
 from carrywave.tasks.task import Task
-from carrywave.tasks.transcription import beam_search, collapse, greedy, steps_needed
+from carrywave.tasks.transcription import beam_search, collapse, steps_needed
 
 CODEC = Codec("transcription", "tokens", "int", size=5, labels=("a", "b", "c"))
 LABELS = st.lists(st.integers(0, 2), max_size=6)
@@ -91,11 +91,6 @@ def test_batches_hold_the_labels_of_their_lanes() -> None:
     assert found(np.array([1, 0]), 9).tolist() == [[1], [-1]]
 
 
-def test_equal_neighbours_collapse_unless_a_blank_is_between() -> None:
-    assert collapse([3, 0, 0, 3, 0, 1, 1, 2, 3], 3) == [0, 0, 1, 2]
-    assert collapse([], 3) == []
-
-
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**16), steps=st.integers(1, 4))
 def test_a_wide_beam_finds_the_likeliest_transcription(seed: int, steps: int) -> None:
@@ -109,12 +104,6 @@ def test_a_wide_beam_finds_the_likeliest_transcription(seed: int, steps: int) ->
     for labels, score in found:
         assert score == pytest.approx(scores[tuple(labels)], rel=1e-9)
     assert len(beam_search(logs.numpy(), 2, width=2)) <= 2
-
-
-def test_a_beam_beats_the_likeliest_path() -> None:
-    logs = np.log([[0.4, 0.6], [0.4, 0.6]])  # blank, blank is the likeliest path (0.36), but all others say "a" (0.64)
-    assert greedy(logs, 1) == []
-    assert beam_search(logs, 1, 2)[0] == ([0], pytest.approx(math.log(0.64)))
 
 
 def plain_distance(one: list[int], other: list[int]) -> int:

@@ -11,7 +11,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
-from carrywave.tasks.baselines import baselines, origins_of, without_season
+from carrywave.tasks.baselines import baselines, origins_of
 from carrywave.tasks.forecasting import forecasting
 from carrywave.tasks.mase_scale import change
 from carrywave.tasks.task import Task
@@ -40,14 +40,6 @@ def test_forecasting_targets_are_the_whole_horizon_ahead() -> None:
     assert view.lengths.tolist() == [7]  # the last origin sees rows 7, 8, 9
     assert view.targets_at is not None
     assert view.targets_at(np.array([[6]]))[0, 0, :, 0].tolist() == [2.0, 4.0, 6.0]  # less the last value, 13
-
-
-def test_residual_is_the_difference_from_the_season_before() -> None:
-    data = Sequences(series(12), np.array([0]), np.array([12]))
-    view = forecasting(data, forecaster(horizon=5, season=3), np.array([0]))
-    assert view.targets_at is not None
-    # From row 4: rows 5..9 against rows 2, 3, 4 and then 2, 3 again; a row is worth 2.
-    assert view.targets_at(np.array([[4]]))[0, 0, :, 0].tolist() == [6.0, 6.0, 6.0, 12.0, 12.0]
 
 
 def test_without_a_season_of_history_the_last_value_stands_in() -> None:
@@ -79,30 +71,10 @@ def test_naive_error_and_scale_by_hand() -> None:
     assert change(values, 2, np.array([0])).tolist() == [np.abs(values[2:] - values[:-2]).mean()]
 
 
-def test_naive_pinball_and_origins_without_a_season() -> None:
-    values = np.array([[0.0], [1.0], [4.0], [9.0], [16.0], [25.0]], dtype=np.float32)
-    data = Sequences(values, np.array([0]), np.array([6]))
-    spec = DataSpec(horizon=1, season=3, quantiles=(0.1, 0.7))
-    errors = baselines(data, spec, np.array([0]), np.zeros((1, 1)), None)[0]["naive"]
-    # Origins 0 and 1 have no season before them: the last value stands in. 2, 3 and 4 forecast rows 0, 1 and 2.
-    changes = np.array([1, 3, 9 - 0, 16 - 1, 25 - 4])
-    assert errors.pinball is not None
-    np.testing.assert_allclose(errors.pinball, (0.1 + 0.7) / 2 * changes.mean(), rtol=1e-15)
-    assert (without_season(data, spec), errors.scaled) == ((2, 5), None)
-
-
 def test_what_is_the_same_every_season_has_no_scale() -> None:
     values = np.tile(np.array([1, 2, 3, 2], np.float32), 10)[:, None]
     values[::8] = np.nextafter(values[::8], np.float32(9))  # rounded up every other time
     assert change(values, 4, np.array([0])).tolist() == [0.0]
-
-
-def test_a_column_that_never_changes_has_no_scale() -> None:
-    values = np.array([[3.0, 0.0], [3.0, 1.0], [3.0, 4.0]], dtype=np.float32)
-    assert change(values, 1, np.array([0, 1])).tolist() == [0.0, 2.0]
-    assert change(values, 5, np.array([0, 1])).tolist() == [0.0, 0.0]
-    noise = (np.array([[0.3], [0.1 + 0.2], [0.3]]) - 0.3).astype(np.float32)  # a constant that was calculated
-    assert change(noise, 1, np.array([0]), np.array([0.3]), np.array([1.0])).tolist() == [0.0]
 
 
 def test_with_seasons_a_forecaster_reads_the_change_too() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from carrywave.data.order import SequenceOrder
 from carrywave.data.prepare import from_python
@@ -13,7 +12,6 @@ from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Task
 from carrywave.tasks.warnings import (
     flat_sequences,
-    one_label,
     one_step,
     short_of_season,
     single_words,
@@ -26,27 +24,6 @@ from carrywave.tasks.warnings import (
 
 def spec(task: str = "classification", *, batch: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **data: Any) -> Spec:
     return Spec.model_validate({"task": task, "data": {"share": 0, "horizon": 2, **data}, "batch": batch or {}, "train": train or {}})
-
-
-def test_an_epoch_of_one_step() -> None:
-    lengths = np.full(20, 10)
-    asked = spec(batch={"tokens": 4096}, train={"epochs": 7})
-    said = one_step(asked, SequenceOrder(lengths, tokens=4096))
-    assert said == "an epoch is a single step, so train.epochs=7 is also the number of steps; make batch.tokens=4096 smaller"
-    several = SequenceOrder(lengths, tokens=100)
-    assert one_step(asked, several) is None
-    accumulated = one_step(spec(train={"accumulate": 4}), several)
-    assert accumulated is not None
-    assert accumulated.endswith("make train.accumulate=4 smaller")
-
-
-def test_a_single_label() -> None:
-    found = from_python((waves()[0], ["spam"] * 40), spec())
-    said = one_label(found.codec)
-    assert said is not None
-    assert said.startswith("every label in train is 'spam', so there is nothing to learn;")
-    assert said in warnings_of(spec(), found.codec, SequenceOrder(np.full(40, 16), tokens=64), found.train, None)
-    assert one_label(from_python(waves(), spec()).codec) is None
 
 
 def waves(count: int = 40) -> tuple[Any, list[int]]:
@@ -100,29 +77,6 @@ def test_forecasts_without_a_season_before_them() -> None:
     found = from_python(np.arange(40.0)[:, None], enough)
     assert found.valid is not None
     assert Task.of(enough, found.codec, found.facts, found.train).part("valid", found.valid).notes == ()
-
-
-@pytest.mark.parametrize("quantiles", [None, (0.1, 0.5), (0.1, 0.9)])
-def test_the_naive_forecast_is_judged_as_ours(quantiles: tuple[float, ...] | None) -> None:
-    values = np.random.default_rng(1).normal(size=(60, 2)).cumsum(axis=0)
-    values[:, 1] = np.arange(60) % 2  # the same every season
-    asked = spec("forecasting", season=2, split=[0.7, 0.3], quantiles=quantiles)
-    found = from_python(values, asked)
-    task = Task.of(asked, found.codec, found.facts, found.train)
-    assert found.valid is not None
-    baseline = task.part("valid", found.valid).baseline
-    wanted = {"mae", "rmse", "mase"} if quantiles is None or 0.5 in quantiles else set()
-    wanted |= {"pinball"} if quantiles else set()
-    assert baseline.keys() == {f"{name}_{metric}" for name in ("naive", "last", "ridge") for metric in wanted} | {"ridge_lags"}
-    assert task.scale.every[1] == 0.0
-    if "mae" in wanted:
-        # The column that repeats counts in no MASE; the other is forecast by hand.
-        mean, std = found.codec.mean[0], found.codec.std[0]
-        scaled = (values[:, 0] - mean) / std
-        errors = [abs(scaled[origin + ahead] - scaled[origin + ahead - 2]) for origin in range(41, 58) for ahead in (1, 2)]
-        # In float32 from the start, as the model reads them.
-        assert baseline["naive_mae"] == pytest.approx(np.mean(errors) / 2, rel=1e-5)
-        assert baseline["naive_mase"] == pytest.approx(np.mean(errors) / task.scale.every[0], rel=1e-5)
 
 
 def test_the_vocabulary_is_that_of_the_whole_file_and_what_only_valid_holds_is_told() -> None:
