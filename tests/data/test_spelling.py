@@ -26,7 +26,7 @@ ROWS = [
 def spec_of(tmp_path: Path) -> Any:
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
 
-    def make(characters: str = "cnn", **data: Any) -> Spec:
+    def make(characters: int = 50, **data: Any) -> Spec:
         files = {"train": str(tmp_path / "train.jsonl"), "share": 0.0, "cache": str(tmp_path / "cache")}
         return parse({"task": "tagging", "data": files | data, "model": {"characters": characters, "crf": False}})
 
@@ -60,7 +60,7 @@ def test_text_and_data_that_come_later_are_spelled_as_well(spec_of: Any, tmp_pat
     assert new.inputs.tolist() == [[4, 1, 3, 5], [4, 5, 6, 4]]  # W is not in train, swann has no middle
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "so is\nthis", "label": "x"}))
     files = {"train": str(tmp_path / "text.jsonl"), "share": 0.0, "tokens": "word", "cache": str(tmp_path / "cache")}
-    written = prepare(parse({"task": "classification", "data": files, "model": {"characters": "lstm"}}))
+    written = prepare(parse({"task": "classification", "data": files, "model": {"characters": 50}}))
     assert written.train.inputs.shape == (3, 5)
     assert np.count_nonzero(written.train.inputs[:, 1:], axis=1).tolist() == [2, 2, 4]
 
@@ -73,7 +73,7 @@ def test_what_has_no_words_is_refused(tmp_path: Path) -> None:
     ):
         (tmp_path / "train.jsonl").write_text(json.dumps(row))
         files = {"train": str(tmp_path / "train.jsonl"), "share": 0.0, "tokens": "char", "cache": str(tmp_path / "cache")}
-        with pytest.raises(SpecError, match=r"model.characters=cnn does not apply to .* tokens; set data.tokens=word"):
-            prepare(parse({"task": "classification", "data": files, "model": {"characters": "cnn"}}))
+        with pytest.raises(SpecError, match=r"model.characters=50 does not apply to .* tokens; set data.tokens=word"):
+            prepare(parse({"task": "classification", "data": files, "model": {"characters": 50}}))
         with pytest.raises(SpecError, match=r"data.lowercase does not apply to .* tokens"):
             prepare(parse({"task": "classification", "data": files | {"lowercase": True}}))

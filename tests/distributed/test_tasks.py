@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], set[
     "classes": ("classification", {"train": "rows.jsonl"}, {"pool": "mean"}, {"class_weights": "balanced"}, {"macro_f1"}, "rows.jsonl"),
     "both ways": ("classification", {"train": "rows.jsonl"}, {"bidirectional": True}, {}, {"macro_f1"}, "rows.jsonl"),
     "spans": ("tagging", SPANS, {"crf": True}, {"best": "span_f1"}, {"span_f1"}, "spans.jsonl"),
-    "covariates": ("forecasting", SALES, {"dropout": 0.2, "dropout_input": 0.1}, {}, {"mae[y]", "rmse[y]"}, "sales.csv"),
+    "covariates": ("forecasting", SALES, {"dropout": [0.1, 0.2, 0.2]}, {}, {"mae[y]", "rmse[y]"}, "sales.csv"),
     "quantiles": ("forecasting", DEMAND | {"quantiles": [0.1, 0.5, 0.9]}, {}, {}, {"loss"}, "demand.csv"),
     "counts": ("forecasting", DEMAND | {"distribution": "negative_binomial"}, {"linear": 9}, {}, {"crps", "within_80"}, "demand.csv"),
     "bands": (

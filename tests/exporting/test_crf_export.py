@@ -26,10 +26,10 @@ MODELS: dict[str, Callable[[], Model]] = {
     "one way": lambda: Model(Embedding(23, 6), cw.LSTM(6, 8), CRF(8, LABELS)),
     "both ways": lambda: Model(Numbers(4), cw.LSTM(4, 8, bidirectional=True), CRF(16, LABELS)),
     "words": lambda: Model(
-        SpelledWords(Embedding(23, 6), "cnn", 9, 6, 3, 4), cw.LSTM(10, 8), CRF(8, LABELS, words=WordScores(64, 5, "aB1Ab.2", 9, 6))
+        SpelledWords(Embedding(23, 6), 9, 6, 3, 4), cw.LSTM(10, 8), CRF(8, LABELS, words=WordScores(64, 5, "aB1Ab.2", 9, 6))
     ),
     "short words": lambda: Model(
-        SpelledWords(Embedding(23, 6), "cnn", 4, 2, 3, 4), cw.LSTM(10, 8), CRF(8, LABELS, words=WordScores(64, 5, "aA", 4, 2))
+        SpelledWords(Embedding(23, 6), 4, 2, 3, 4), cw.LSTM(10, 8), CRF(8, LABELS, words=WordScores(64, 5, "aA", 4, 2))
     ),
     "all transitions": lambda: Model(Numbers(4), cw.GRU(4, 8), CRF(8, 3)),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,43 +16,31 @@ CODES, LENGTH = 8, 5
 CLOSE = 1e-12  # a few dozen terms of order one in float64
 
 
-def encoder_of(kind: str) -> SpelledWords:
-    encoder = SpelledWords(Embedding(6, 3), kind, CODES, LENGTH, 4, 6).double()
+def encoder_of() -> SpelledWords:
+    encoder = SpelledWords(Embedding(6, 3), CODES, LENGTH, 4, 6).double()
     initialize(encoder, 3)
     return encoder
 
 
 def convolved(encoder: SpelledWords, codes: list[int]) -> Tensor:
     """By a loop over the places of one word."""
-    assert isinstance(encoder.reader, nn.Linear)
     if not codes:
         return torch.zeros(6, dtype=torch.float64)
     rows = encoder.characters[torch.tensor([0, *codes, 0])]
     return torch.stack([encoder.reader(rows[at : at + 3].flatten()) for at in range(len(codes))]).max(0).values
 
 
-def recurred(encoder: SpelledWords, codes: list[int]) -> Tensor:
-    """By torch's LSTM over one word without padding."""
-    if not codes:
-        return torch.zeros(6, dtype=torch.float64)
-    lstm = nn.LSTM(4, 3, bidirectional=True).double()
-    _, (h, _) = torch.func.functional_call(lstm, dict(encoder.reader.named_parameters()), encoder.characters[torch.tensor(codes)])
-    return h.flatten()
-
-
 words = st.lists(st.integers(1, CODES - 1), max_size=LENGTH)
 
 
-@pytest.mark.parametrize("kind", ["cnn", "lstm"])
 @settings(max_examples=15, deadline=None)
 @given(spelled=st.lists(words, min_size=1, max_size=6))
-def test_a_word_is_read_as_if_it_were_alone(kind: str, spelled: list[list[int]]) -> None:
-    encoder = encoder_of(kind)
+def test_a_word_is_read_as_if_it_were_alone(spelled: list[list[int]]) -> None:
+    encoder = encoder_of()
     rows = [[number % 6, *codes, *[0] * (LENGTH - len(codes))] for number, codes in enumerate(spelled)]
     x = torch.tensor(rows)[:, None]
-    one = convolved if kind == "cnn" else recurred
     weights = [p for p in encoder.parameters() if p is not encoder.words.weight]
-    wanted = torch.stack([torch.cat([encoder.words.weight[number % 6], one(encoder, codes)]) for number, codes in enumerate(spelled)])
+    wanted = torch.stack([torch.cat([encoder.words.weight[number % 6], convolved(encoder, codes)]) for number, codes in enumerate(spelled)])
     factor = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     slopes = torch.autograd.grad((wanted * factor).sum(), [encoder.words.weight, *weights], allow_unused=True)
     got = encoder(x)[:, 0]
@@ -65,7 +52,7 @@ def test_a_word_is_read_as_if_it_were_alone(kind: str, spelled: list[list[int]])
 
 
 def test_an_unknown_character_begins_at_zero_and_the_embedding_is_found() -> None:
-    encoder = encoder_of("cnn")
+    encoder = encoder_of()
     assert not encoder.characters[1].any()
     assert encoder.characters[0].any()
     assert encoder.width == 9

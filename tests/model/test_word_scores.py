@@ -71,7 +71,7 @@ def test_scores_are_sums_of_rows_and_half_are_left_out_in_training() -> None:
 def test_they_alone_learn_labels_that_layers_do_not_see() -> None:
     """The layers read nothing: all words are the same to them."""
     torch.manual_seed(1)
-    encoder = SpelledWords(Embedding(2, 2), "cnn", spelling.FIRST + len(CHARACTERS), LENGTH, 2, 2)
+    encoder = SpelledWords(Embedding(2, 2), spelling.FIRST + len(CHARACTERS), LENGTH, 2, 2)
     model = Model(encoder, LSTM(4, 4), CRF(4, ("O", "B-x", "I-x"), words=scores(1 << 10)))
     for parameter in encoder.parameters():
         parameter.data.zero_().requires_grad_(False)

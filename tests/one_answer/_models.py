@@ -190,7 +190,7 @@ def model(head: str, cell: str, options: dict[str, Any], *, drop: bool, seed: in
             encoder = words = Embedding(VOCABULARY, width_in, drop_share)
             if kind.reads == "letters":
                 words.rare = (VOCABULARY // 2, VOCABULARY - 1, 0.5) if drop else None
-                encoder = SpelledWords(words, "lstm" if head == "tags" else "cnn", CHARACTERS, LETTERS, 4, 6)
+                encoder = SpelledWords(words, CHARACTERS, LETTERS, 4, 6)
                 width_in = encoder.width
         case "own":
             encoder = nn.Sequential(nn.Linear(FEATURES, width_in), nn.Tanh(), nn.Dropout(drop_share))

@@ -24,7 +24,6 @@ from carrywave.spec.spec import Spec
         ({"data": {"valid": "v.txt", "share": 0.2}}, "data.share"),
         ({"data": {"split": [0.8, 0.2]}}, "data.split"),
         ({"data": {"horizon": 12}}, "data.horizon"),
-        ({"model": {"layers": 1, "dropout_hidden": 0.2}}, "model.dropout_hidden"),
         ({"model": {"pool": "mean"}}, "model.pool"),
     ],
 )

@@ -50,7 +50,7 @@ def test_tied_models_have_one_matrix() -> None:
 
 
 def test_widths_and_dropouts_reach_the_network() -> None:
-    keys = {"hidden": [8, 6], "layers": 2, "embedding": 5, "dropout": 0.3, "dropout_input": 0.1, "locked": True, "weight_drop": 0.2}
+    keys = {"hidden": [8, 6], "layers": 2, "embedding": 5, "dropout": [0.1, 0.3, 0.3], "locked": True, "weight_drop": 0.2}
     model = language(model=keys).model()
     assert (model.lstm.input_size, model.lstm.widths, model.lstm.dropout, model.lstm.weight_drop) == (5, (8, 6), 0.3, 0.2)
     assert (model.dropout_in.p, model.dropout_out.p, model.dropout_in.locked) == (0.1, 0.3, True)  # type: ignore[union-attr]

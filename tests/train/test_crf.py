@@ -97,7 +97,7 @@ def test_on_the_command_line(run: Path) -> None:
 
 
 SMALL = {"hidden": 4, "layers": 1, "embedding": 4}
-SPELLED = {**SMALL, "character_width": 4}  # which acts if the labels write spans
+SPELLED = {**SMALL, "characters": 4}  # which acts if the labels write spans
 QUICK: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 1}}
 
 
@@ -108,7 +108,7 @@ def resolved(result: cw.Result) -> Spec:
 def test_labels_of_words_that_write_spans_have_it_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = cw.fit(SPELLED, rows(), run=tmp_path / "run", progress=True, **QUICK)
     spec = resolved(result)
-    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (True, "cnn", 1 << 18, 0.5)
+    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (True, 4, 1 << 18, 0.5)
     assert (spec.model.dropout_rare, spec.data.lowercase, spec.train.best) == (0.5, True, "span_f1")
     assert "labels write spans, so they are chosen together (model.crf)" in capsys.readouterr().out
     found = cw.predict(result.run, [{"tokens": ["to", "York"]}, {"tokens": ["is"]}])
@@ -121,12 +121,12 @@ def test_labels_of_words_that_write_spans_have_it_by_default(tmp_path: Path, cap
 
 def test_what_is_asked_for_stays(tmp_path: Path) -> None:
     """Each key by itself, and all defaults where labels are chosen one by one."""
-    asked = {**SMALL, "characters": "none", "dropout_rare": 0.1}
+    asked = {**SMALL, "characters": 0, "dropout_rare": 0.1}
     spec = resolved(cw.fit(asked, rows(), run=tmp_path / "asked", data={"lowercase": False}, **QUICK))
-    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout_rare) == (True, "none", 0, 0.1)
+    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout_rare) == (True, 0, 0, 0.1)
     assert not spec.data.lowercase
     spec = resolved(cw.fit({**SMALL, "crf": False}, rows(), run=tmp_path / "softmax", **QUICK))
-    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (False, "none", 0, 0.3)
+    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (False, 0, 0, 0.3)
     for name, keys in {
         "weights": {"train": {"epochs": 1, "class_weights": "balanced"}},
         "streams": {"batch": {"lanes": 2, "steps": 8}},
@@ -138,10 +138,10 @@ def test_what_is_asked_for_stays(tmp_path: Path) -> None:
 def test_other_labels_have_a_softmax(tmp_path: Path) -> None:
     given = [{"tokens": ["old", "town"], "labels": ["ADJ", "NOUN"]}, {"tokens": ["old"], "labels": ["ADJ"]}] * 5
     spec = resolved(cw.fit(SMALL, given, run=tmp_path / "words", **QUICK))
-    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (False, "none", 0, 0.3)
+    assert (spec.model.crf, spec.model.characters, spec.model.word_scores, spec.model.dropout) == (False, 0, 0, 0.3)
     numbers = [{"steps": [[1.0], [2.0]], "labels": ["B-x", "I-x"]}, {"steps": [[3.0]], "labels": ["O"]}] * 5
     spec = resolved(cw.fit({"hidden": 4}, numbers, run=tmp_path / "numbers", **QUICK))
-    assert (spec.model.crf, spec.model.characters, spec.train.best) == (False, "none", "loss")
+    assert (spec.model.crf, spec.model.characters, spec.train.best) == (False, 0, "loss")
 
 
 def test_data_that_breaks_its_scheme_is_learned_as_it_is_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

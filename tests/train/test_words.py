@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import carrywave as cw
-from carrywave.errors import DataError, UserError
+from carrywave.errors import DataError
 from carrywave.exporting.run_export import export_run
 from carrywave.prediction.saved_run import open_run
 
@@ -32,7 +31,7 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     return made
 
 
-def fitted(run: Path, characters: str, *, more: dict[str, Any] | None = None, **sections: Any) -> cw.Result:
+def fitted(run: Path, characters: int, *, more: dict[str, Any] | None = None, **sections: Any) -> cw.Result:
     model = {"hidden": 16, "layers": 1, "embedding": 8, "dropout": 0.1, "characters": characters, **(more or {})}
     how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 128}, "train": {"lr": 0.02, "epochs": 4}, **sections}
     return cw.fit(model, {"train": rows(150, 1), "valid": rows(40, 2)}, run=run, device="cpu", **how)
@@ -42,9 +41,8 @@ def outputs(run: Path, data: list[dict[str, Any]]) -> list[list[str]]:
     return [row["labels"] for row in cw.predict(run, [{"tokens": row["tokens"]} for row in data], device="cpu")]
 
 
-@pytest.mark.parametrize("kind", ["cnn", "lstm"])
-def test_words_that_train_does_not_have_are_known_by_their_characters(kind: str, tmp_path: Path) -> None:
-    fitted(tmp_path / "run", kind, more={"dropout_rare": 0.5, "character_width": 12})
+def test_words_that_train_does_not_have_are_known_by_their_characters(tmp_path: Path) -> None:
+    fitted(tmp_path / "run", 12, more={"dropout_rare": 0.5})
     new = rows(30, 3)
     right = [a == b for got, row in zip(outputs(tmp_path / "run", new), new, strict=True) for a, b in zip(got, row["labels"], strict=True)]
     assert sum(right) > 0.95 * len(right)
@@ -54,7 +52,7 @@ def test_unknown_words_are_learned_from_rare_ones_or_mean_nothing(tmp_path: Path
     """A random vector would stand for something."""
     for share in (0.0, 0.5):
         run = tmp_path / f"run{share}"
-        fitted(run, "none", more={"dropout_rare": share}, train={"lr": 0.02, "epochs": 1})
+        fitted(run, 0, more={"dropout_rare": share}, train={"lr": 0.02, "epochs": 1})
         saved = open_run(run, "cpu", None, whole=True)
         assert bool(saved.model.encoder.weight[-1].any())
         words = {word for row in rows(150, 1) for word in row["tokens"]}
@@ -67,7 +65,7 @@ def test_unknown_words_are_learned_from_rare_ones_or_mean_nothing(tmp_path: Path
 @pytest.mark.slow
 def test_other_runtimes_get_words_and_their_characters(tmp_path: Path) -> None:
     """An export compares itself with the run."""
-    fitted(tmp_path / "run", "cnn", train={"lr": 0.02, "epochs": 1})
+    fitted(tmp_path / "run", 50, train={"lr": 0.02, "epochs": 1})
     export_run(tmp_path / "run", "torch", tmp_path / "torch")
     about = json.loads((tmp_path / "torch" / "model.json").read_text())
     assert [port["name"] for port in about["inputs"]] == ["x", "characters", "lengths"]
@@ -81,18 +79,8 @@ def test_other_runtimes_get_words_and_their_characters(tmp_path: Path) -> None:
         export_run(tmp_path / "run", "onnx", tmp_path / "onnx")
 
 
-def test_weights_have_names_elsewhere_and_an_lstm_over_characters_is_exported_as_weights_alone(tmp_path: Path) -> None:
-    fitted(tmp_path / "run", "lstm", train={"lr": 0.02, "epochs": 1})
-    export_run(tmp_path / "run", "safetensors", tmp_path / "weights")
-    names = set(load_file(tmp_path / "weights" / "model.safetensors"))
-    assert {"embedding.weight", "characters.weight", "character_lstm.weight_hh_l0_reverse"} < names
-    for form in ("torch", "onnx") if HAS_ONNX else ("torch",):
-        with pytest.raises(UserError, match=r"model.characters=lstm.*; use --to safetensors"):
-            export_run(tmp_path / "run", form, tmp_path / form)
-
-
 def test_a_stepper_takes_words_one_at_a_time(tmp_path: Path) -> None:
-    fitted(tmp_path / "run", "cnn", more={"bidirectional": False}, train={"lr": 0.02, "epochs": 1})
+    fitted(tmp_path / "run", 50, more={"bidirectional": False}, train={"lr": 0.02, "epochs": 1})
     stepper, words = cw.stepper(tmp_path / "run", device="cpu"), ["Abing", "qously", "dly"]
     found = [stepper.labels[int(stepper.step({"a": word})["a"].argmax())] for word in words]
     assert found == outputs(tmp_path / "run", [{"tokens": words}])[0]

@@ -114,7 +114,7 @@ def learn(rows: NamedRows, spec: Spec, held: Flags) -> Codec:
         keep_rare = spec.model.dropout_rare > 0
         chosen = vocabulary.choose(counts, spec.data, keep_rare=keep_rare)
         learned = {"kind": "word", "vocabulary": chosen, "size": len(chosen), "lowercase": spec.data.lowercase}
-        if spec.model.characters != "none":
+        if spec.model.characters:
             learned["characters"], learned["word_length"] = spelling.learn(counts, CHARACTERS)
     elif content == "text":
         chosen, bpe, size = vocabulary.learn(spec.data.tokens, seen.contents(seen.text), spec.data, keep_rare=keep_rare)

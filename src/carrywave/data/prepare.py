@@ -142,7 +142,7 @@ def _key(inputs: Mapping[str, Input], spec: Spec, codec: Codec | None) -> str:
     left_open = spec.model.crf == AUTO
     spec = with_spans(spec, spans=True)  # the labels decide whether
     data = spec.data.model_dump(mode="json", exclude={"train", "valid", "test", "cache"})
-    model = [left_open, spec.model.characters != "none", spec.model.dropout_rare > 0, spec.streams, spec.steps, spec.past_steps]
+    model = [left_open, spec.model.characters > 0, spec.model.dropout_rare > 0, spec.streams, spec.steps, spec.past_steps]
     return cache.key_of([files, None if codec is None else codec.to_json(), spec.task, spec.train.seed, model, data])
 
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from carrywave.data.text.spelling import EDGE
 from carrywave.errors import UserError
@@ -93,8 +93,6 @@ class _Graph:
     def _characters(self, encoder: SpelledWords) -> str:
         """What a convolution reads of the characters of each word."""
         nodes, filters, length = self.nodes, encoder.reader, encoder.length
-        if not isinstance(filters, nn.Linear):
-            raise UserError("model.characters=lstm has no ONNX form; use --to safetensors, or train with model.characters=cnn")
         codes_TBL = self.read["characters"]
         edge = REACH // 2
         padded = nodes.add("Pad", codes_TBL, nodes.constant([0, 0, edge, 0, 0, edge]), nodes.constant(EDGE))

@@ -19,17 +19,12 @@ from torch.export import Dim
 from carrywave.errors import UserError
 from carrywave.exporting.portable import BATCH, TIME, Portable, Runner
 from carrywave.model.heads.crf import CRF
-from carrywave.model.recurrent import Recurrent
-from carrywave.model.vocabulary.spelled_words import SpelledWords
 
 TRACED = (3, 8)  # lanes and steps of the inputs that the model is traced with; both stay free
 
 
 def archive(portable: Portable) -> bytes:
     """The bytes of a .pt2 file, in which batch and time are free sizes; of a single step, batch."""
-    if isinstance(portable.encoder, SpelledWords) and isinstance(portable.encoder.reader, Recurrent):
-        # torch would fix the number of steps to another one than that of characters.
-        raise UserError("torch.export cannot trace model.characters=lstm; use --to safetensors, or train with model.characters=cnn")
     if isinstance(portable.model.head, CRF):
         raise UserError("a CRF looks back from step to step, which a torch program would do for one length only; use --to onnx")
     sizes = {BATCH: Dim(BATCH), TIME: Dim(TIME)}

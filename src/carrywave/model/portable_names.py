@@ -3,8 +3,8 @@
 One nn.LSTM holds all layers if they are equally wide and nothing stands between them; otherwise each layer is an nn.LSTM of its own,
 `lstm.0`, `lstm.1`, …, with its norm, `norms.0`, after it. Of another cell, it is torch's module of that cell, under the same names. Each
 categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, …, and so have the characters of words, `characters`; what reads
-them is an `nn.Linear` over 3 of them side by side, `character_filters`, or an `nn.LSTM`, `character_lstm`. The convolutions of a front are
-`nn.Conv1d`s, `front.0`, `front.1`, …, and the `nn.LayerNorm` after each is `front_norms.0`, `front_norms.1`, ….
+them is an `nn.Linear` over 3 of them side by side, `character_filters`. The convolutions of a front are `nn.Conv1d`s, `front.0`,
+`front.1`, …, and the `nn.LayerNorm` after each is `front_norms.0`, `front_norms.1`, ….
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def _outside(name: str, one: bool) -> str:
         return "embedding.weight"
     if (match := _SPELLED.fullmatch(name)) is not None:
         kind, _, part = match["part"].partition(".")
-        reader = "character_lstm" if "_l0" in part else "character_filters"
-        theirs = {"words": "embedding", "reader": reader}.get(kind, kind)
+        theirs = {"words": "embedding", "reader": "character_filters"}.get(kind, kind)
         return f"{theirs}.{part or 'weight'}"
     if (match := _FRONT.fullmatch(name)) is not None:
         return f"{'front' if match['kind'] == 'convolutions' else 'front_norms'}.{match['layer']}.{match['part']}"

@@ -62,11 +62,6 @@ class Unit:
         return by_name(self.kind) if self.kind in names() else None
 
 
-def given_or(given: float | None, otherwise: float) -> float:
-    """A value of the spec, or its default."""
-    return otherwise if given is None else given
-
-
 def encoder_unit(spec: Spec, facts: DataFacts) -> Unit:
     """The encoder, with the convolutions of a front: everything of it is counted for each step that the layers see."""
     plain, layers = _plain_encoder(spec, facts), spec.model.front_layers
@@ -98,26 +93,23 @@ def _plain_encoder(spec: Spec, facts: DataFacts) -> Unit:
     model = spec.model
     if facts.vocabulary:
         rows, width = facts.vocabulary, model.embedding or model.widths[0]
-        dropout = width if given_or(model.dropout_input, model.dropout) or model.dropout_words else 0
+        dropout = width if model.dropouts(tokens=True)[0] or model.dropout_words else 0
         words = Unit("encoder", "embedding", rows, width, 0, width, rows * width, dropout + 2, width + 2, work=width, dropout=dropout)
         return _spelled(words, spec, facts) if facts.characters else words
     if not facts.features:
         raise PlanError("the data has neither tokens nor features, so the model has no input; pass the data's facts, or the data itself")
     inputs = step_inputs(spec, facts)
     width = inputs.width
-    return Unit("encoder", "numbers", width, width, 0, width, inputs.parameters, width, dropout=width if model.dropout_input else 0)
+    return Unit(
+        "encoder", "numbers", width, width, 0, width, inputs.parameters, width, dropout=width if model.dropouts(tokens=False)[0] else 0
+    )
 
 
 def _spelled(words: Unit, spec: Spec, facts: DataFacts) -> Unit:
     """The encoder of words with what reads their characters beside it."""
-    width, added = CHARACTER_EMBEDDING, spec.model.character_width
-    if spec.model.characters == "cnn":
-        read = Convolution(3 * width, added, facts.word_length)
-        parameters, kept = (3 * width + 1) * added, 3 * width + 2 * added  # of each character: what the filters read and give
-    else:
-        cell, hidden = by_name("lstm"), added // 2
-        read = Convolution(width + hidden, 2 * cell.gates * hidden, facts.word_length)
-        parameters, kept = 2 * (cell.multiply_adds(width, hidden) + 2 * cell.gates * hidden), width + 2 * (cell.kept + 1) * hidden
+    width, added = CHARACTER_EMBEDDING, spec.model.characters
+    read = Convolution(3 * width, added, facts.word_length)
+    parameters, kept = (3 * width + 1) * added, 3 * width + 2 * added  # of each character: what the filters read and give
     return replace(
         words,
         width_out=words.width_out + added,

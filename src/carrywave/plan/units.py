@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from carrywave.errors import PlanError
 from carrywave.plan.plan import Plan
-from carrywave.plan.unit import Unit, encoder_unit, given_or, layer_unit
+from carrywave.plan.unit import Unit, encoder_unit, layer_unit
 from carrywave.spec.data_spec import PARAMETERS
 from carrywave.spec.defaults import fitted, suited, with_precision
 from carrywave.spec.facts import DataFacts
@@ -130,10 +130,10 @@ class Units:
         model, train = spec.model, spec.train
         encoder = encoder_unit(spec, facts)
         units, width = [encoder], encoder.width_out
-        hidden_dropout = model.dropout if model.dropout_hidden is None else model.dropout_hidden
+        _, between, last = model.dropouts(tokens=facts.vocabulary > 0)
         for layer, hidden in enumerate(model.widths):
             out = (model.projection or hidden) * (2 if model.bidirectional else 1)
-            dropped = hidden_dropout if layer < model.layers - 1 else given_or(model.dropout_output, model.dropout)
+            dropped = between if layer < model.layers - 1 else last
             units.append(layer_unit(spec, layer, width, hidden, out, out if dropped else 0))
             width = out
         tied = facts.vocabulary * width if model.tie else 0

@@ -40,7 +40,7 @@ ENOUGH_TO_CHOOSE = 100  # sequences of valid with one target each, by which the 
 # What finds spans best: by sections, for keys that are not set.
 SPANS: Mapping[str, Mapping[str, Any]] = {
     "data": {"lowercase": True, "scheme": "auto"},
-    "model": {"characters": "cnn", "word_scores": 1 << 18, "dropout": 0.5, "dropout_rare": 0.5},
+    "model": {"characters": 50, "word_scores": 1 << 18, "dropout": 0.5, "dropout_rare": 0.5},
     "train": {"best": "span_f1"},
 }
 
@@ -76,7 +76,7 @@ def with_spans(spec: Spec, *, spans: bool, spelled: bool = True) -> Spec:
         found["data"].pop("lowercase", None)  # its words have their own case
     if not spelled:
         found["model"].pop("characters", None)
-    if not spelled or found["model"].get("characters", spec.model.characters) == "none":
+    if not spelled or not found["model"].get("characters", spec.model.characters):
         found["model"].pop("word_scores", None)
     return with_keys(spec, {"model": {"crf": True}}, found)
 

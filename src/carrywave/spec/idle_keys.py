@@ -22,7 +22,6 @@ WHERE: tuple[tuple[tuple[str, ...], Callable[[Spec], bool], str], ...] = (
     (("data.split", "data.targets"), lambda spec: spec.reads_series, "tables of series"),
     (("data.share",), lambda spec: spec.data.valid is None and spec.data.split is None, "data without data.valid and data.split"),
     (tuple(f"data.{name}" for name in OF_SERIES), lambda spec: spec.task == "forecasting", "forecasting"),
-    (("model.dropout_hidden",), lambda spec: spec.model.layers > 1, "several layers"),
     (("model.pool",), lambda spec: spec.pooled and spec.task != "transcription", "one target for each sequence"),
 )
 

@@ -21,13 +21,10 @@ class ModelSpec(Section):
     hidden: Positive | tuple[Positive, ...] = Field(128, description="hidden units of each layer; a list gives each layer its own width")
     layers: Positive = Field(2, description="number of recurrent layers")
     embedding: Positive | None = Field(None, description="width of the token embedding; by default that of the first layer")
-    characters: Literal["none", "cnn", "lstm"] = Field(
-        "none",
-        description="words: what reads the characters of each word, beside its embedding: a convolution over 3 characters, of which the "
-        "maximum over the word is taken (cnn), or an LSTM in both directions, of which the last outputs are taken (lstm)",
-    )
-    character_width: Positive = Field(
-        50, description="how much wider the characters make what is read of a word: filters, or units of both directions together"
+    characters: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="words: so many convolutions over 3 of its characters, of which each gives its maximum over the word, beside the "
+        "embedding of each word, such as 50; 0 for none",
     )
     heads: Positive = Field(1, description="equal groups of each layer's units; between steps, units read only those of their own group")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width each layer's output is projected to (proj_size); 0 for none")
@@ -44,12 +41,11 @@ class ModelSpec(Section):
         description="the front reads numbers in the units of their own sequence, too, with that sequence's mean and deviation, and its "
         "norms are over whole sequences; otherwise over the channels of each step",
     )
-    dropout: Share = Field(0.0, description="dropout on the token embedding, between layers and before the head")
-    dropout_input: Share | None = Field(
-        None, description="dropout on the encoder's output; by default model.dropout for tokens, 0 for numbers"
+    dropout: Share | tuple[Share, Share, Share] = Field(
+        0.0,
+        description="dropout on the token embedding, between layers and before the head; or a list with one for each of these places, of "
+        "which the first is also for numbers",
     )
-    dropout_hidden: Share | None = Field(None, description="dropout between layers; by default model.dropout")
-    dropout_output: Share | None = Field(None, description="dropout before the head; by default model.dropout")
     dropout_words: Share = Field(0.0, description="dropout of whole rows of the embedding")
     dropout_rare: Share = Field(
         0.0, description="words: the share of those that occur once in train that are read as <unk>, which is learned from them"
@@ -123,10 +119,6 @@ class ModelSpec(Section):
             raise ValueError(f"projection {self.projection} would mix what {self.heads} heads keep apart; remove one of them")
         if self.forget_bias is not None and by_name(self.cell).forget_gate is None:
             raise ValueError(f"forget_bias is {self.forget_bias:g}, but cell={self.cell} has no forget gate; remove it")
-        if self.characters == "lstm" and self.character_width % 2:
-            raise ValueError(
-                f"character_width is {self.character_width}, but characters=lstm has half of it for each direction; make it even"
-            )
         if self.front == ():
             raise ValueError("front lists no layer; list some, or use none")
         if self.layers > DEEPEST:
@@ -138,7 +130,7 @@ class ModelSpec(Section):
         for name, given in (
             ("hidden", max(self.widths)),
             ("embedding", self.embedding or 0),
-            ("character_width", self.character_width),
+            ("characters", self.characters),
         ):
             if given > WIDEST:
                 raise ValueError(f"{name} is {given}; use at most {WIDEST}")
@@ -150,6 +142,12 @@ class ModelSpec(Section):
         if self.softmax == "adaptive" and self.tie:
             raise ValueError("tie needs one matrix for all tokens, which softmax=adaptive does not have; remove one of them")
         return self
+
+    def dropouts(self, *, tokens: bool) -> tuple[float, float, float]:
+        """Of what the first layer reads, between layers, and of what the head reads. Numbers are few and each one matters: by default they
+        get none.
+        """
+        return self.dropout if isinstance(self.dropout, tuple) else (self.dropout if tokens else 0.0, self.dropout, self.dropout)
 
     @property
     def front_layers(self) -> tuple[FrontLayer, ...]:

@@ -62,8 +62,8 @@ class Spec(Section):
             self._check_front()
         if self.model.crf is True:
             self._check_crf()
-        if self.model.word_scores and not (self.model.crf and self.model.characters != "none"):
-            raise ValueError("model.word_scores is for model.crf, and reads characters; set model.crf=true and model.characters=cnn")
+        if self.model.word_scores and not (self.model.crf and self.model.characters):
+            raise ValueError("model.word_scores is for model.crf, and reads characters; set model.crf=true and model.characters=50")
         if self.task == "forecasting" and self.batch.tokens is not None:
             raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
         if self.task == "transcription":

@@ -34,12 +34,12 @@ def network(task: Task, train: Sequences | None, holding: Holding | None, *, dra
     """
     spec, empty = task.spec.model, None if holding is None else "meta"
     encoder = _encoder(task, train, empty)
-    front = _front(task, encoder)
+    front, (first, between, last) = _front(task, encoder), spec.dropouts(tokens=task.facts.vocabulary > 0)
     lstm = class_of(spec.cell)(
         front.width,
         spec.widths,
         spec.layers,
-        dropout=spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden,
+        dropout=between,
         bidirectional=spec.bidirectional,
         proj_size=spec.projection,
         locked=spec.locked,
@@ -53,9 +53,6 @@ def network(task: Task, train: Sequences | None, holding: Holding | None, *, dra
         kernel=task.spec.plan_spec.kernel,
         device=empty,
     )
-    # Numeric inputs are few and each one matters, so by default they get no dropout.
-    first = spec.dropout_input if spec.dropout_input is not None else spec.dropout if task.facts.vocabulary else 0.0
-    last = spec.dropout if spec.dropout_output is None else spec.dropout_output
     model = Model(
         front,
         lstm,
@@ -95,7 +92,7 @@ def _encoder(task: Task, train: Sequences | None, device: str | None) -> Encoder
         words.rare = (first_rare(train, words.vocabulary), task.codec.vocabulary.index(UNKNOWN), spec.dropout_rare)
     if not facts.characters:
         return words
-    return SpelledWords(words, spec.characters, facts.characters, facts.word_length, CHARACTER_EMBEDDING, spec.character_width)
+    return SpelledWords(words, facts.characters, facts.word_length, CHARACTER_EMBEDDING, spec.characters)
 
 
 def _front(task: Task, encoder: Encoder) -> Encoder | Front:

@@ -54,14 +54,14 @@ def choose(counts: Mapping[str, int], data: DataSpec, *, keep_rare: bool = False
     return tuple(kept) if UNKNOWN in kept else (*kept, UNKNOWN)
 
 
-def check_keys(kind: str, data: DataSpec, characters: str = "none") -> None:
+def check_keys(kind: str, data: DataSpec, characters: int = 0) -> None:
     """Refuse keys about words, or about a vocabulary, that say nothing about tokens of a kind."""
     words, chosen = kind == "word", kind in ("word", "char", "bpe", "numbers")  # whoever passes numbers is told of these keys elsewhere
     applies = {
         "data.lowercase": words or not data.lowercase,
         "data.vocabulary": chosen or data.vocabulary is None,
         "data.min_count": chosen or data.min_count == 1,
-        f"model.characters={characters}": words or characters == "none",
+        f"model.characters={characters}": words or not characters,
     }
     if key := next((key for key, fits in applies.items() if not fits), None):
         raise SpecError(f"{key} does not apply to {kind} tokens; set data.tokens=word for text, or remove it")
