@@ -127,7 +127,7 @@ def test_whole_numbers_in_other_forms(text: str, value: int) -> None:
         ("model.hidden=[200, 0]", f"model.hidden[1] is 0; {HIDDEN}"),
         ("model.hidden=big", f'model.hidden is "big", which is text; {HIDDEN}'),
         ("model.layers=true", "model.layers is true; use a whole number >= 1"),
-        ("model.dropout=1", "model.dropout is 1; use a number >= 0 and < 1"),
+        ("model.weight_drop=1", "model.weight_drop is 1; use a number >= 0 and < 1"),
         ("train.lr=-1", "train.lr is -1; use a number > 0"),
         ("train.lr=.nan", "train.lr is nan, which is not finite; use a number > 0"),
         ("train.lr=fast", 'train.lr is "fast", which is text; use a number > 0'),
