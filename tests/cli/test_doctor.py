@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, list[Req
 
         def examine(given: Request, deliver: Any, say: Any) -> int:
             asked.append(given)
-            report = Report(found, measured={"clocks": []})
+            report = Report(found, measured={"links": []})
             deliver(report)
             return report.code
 
@@ -50,9 +50,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, list[Req
 
 
 def test_plain_lines_and_the_code(run: Any) -> None:
-    result, asked = run("--devices", "1", "--meet", "[::1]:29500", "--run", "s3://bucket/runs")
+    result, asked = run("--devices", "1", "--meet", "[::1]:29500", "--run", "elsewhere/runs")
     assert (result.exit_code, result.stdout) == (0, "ok      memory  a: 64 GB free\nall is well\n")
-    assert asked == [Request("auto", "s3://bucket/runs", ("::1", 29500))]
+    assert asked == [Request("auto", "elsewhere/runs", ("::1", 29500))]
     result, _ = run("--devices", "1", found=(FINE, WRONG))
     assert result.exit_code == 1
     assert result.stdout.splitlines()[1:] == ["WRONG   disk    a: runs [x] cannot be written; correct it", "1 thing is wrong"]
@@ -62,7 +62,7 @@ def test_json_for_programs(run: Any, tmp_path: Path) -> None:
     result, _ = run("--devices", "1", "--json", "-", found=(WRONG,))
     known = json.loads(result.stdout)
     assert (result.exit_code, known["well"], known["findings"][0]["remedy"]) == (1, False, "correct it")
-    assert known["clocks"] == []
+    assert known["links"] == []
     result, _ = run("--devices", "1", "--json", str(tmp_path / "report.json"))
     assert json.loads((tmp_path / "report.json").read_text())["well"]
     assert result.stdout.endswith("all is well\n")

@@ -63,12 +63,6 @@ def test_links_are_a_ring_of_hosts_and_a_pair_within_each() -> None:
     assert slow.fact == "the link between b and c carries 100 MB/s, others 1 GB/s"
 
 
-def test_clocks() -> None:
-    [off] = together.check_clocks([(0.0, 1e-3), (-3600.0, 0.1), (5.0, 60.0)], ["a", "b", "c"])
-    assert off.fact == "the clock of b is 3,600 s behind rank 0's"
-    assert together.check_clocks([(0.0, 1e-3)], ["a"])[0].level == "fine"
-
-
 def test_cores_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert host.check_cores(8, None, 4, "a").fact == "8 cores, 4 workers of 2 threads"

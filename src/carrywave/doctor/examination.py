@@ -87,7 +87,7 @@ def _together(world: World, findings: list[Finding], deliver: Callable[[Report],
     own |= {"settings": settings, "home": f"{process['boot']} {process['net']} {process['host']}"}
     workers = all_gather_json(world, own)
     found = all_gather_json(world, [vars(finding) for finding in findings])
-    hosts, homes = ([worker[name] for worker in workers] for name in ("host", "home"))
+    homes = [worker["home"] for worker in workers]
     names = [f"rank {worker['rank']} on {worker['host']}" for worker in workers]
     findings[:] = [*together.check_alike(workers), *(Finding(**each) for several in found for each in several)]
     if len({torch.device(worker["device"]).type for worker in workers}) > 1:
@@ -97,13 +97,9 @@ def _together(world: World, findings: list[Finding], deliver: Callable[[Report],
     findings += together.check_speeds(speeds, names)
     measured: dict[str, Any] = {"speeds": [{"rank": rank, "step_ms": each} for rank, each in enumerate(speeds)]}
     if world.size > 1:
-        clocks = all_gather_json(world, together.clock_ahead(world))
         links = [link for several in all_gather_json(world, together.links(world, homes)) for link in several]
-        findings += [*together.check_clocks(clocks, hosts), *together.check_links(links, names)]
-        measured |= {
-            "links": links,
-            "clocks": [{"host": each, "ahead_seconds": ahead} for each, (ahead, _) in zip(hosts, clocks, strict=True)],
-        }
+        findings += together.check_links(links, names)
+        measured["links"] = links
     report = Report(tuple(findings), [{key: value for key, value in worker.items() if key != "home"} for worker in workers], measured)
     if world.rank == 0:
         deliver(report)

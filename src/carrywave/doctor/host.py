@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def of_host(*, workers: int, world: int, run: str) -> Iterator[Finding]:
-    """The findings on this host, of whose workers there are so many. `run`: the folder of runs, which may be in an object store."""
+    """The findings on this host, of whose workers there are so many. `run`: the folder of runs."""
     host = socket.gethostname()
     yield check_cores(cores(), quota(), workers, host)
     free = memory_free()
@@ -52,8 +52,7 @@ def of_host(*, workers: int, world: int, run: str) -> Iterator[Finding]:
     few = f"raise the limit (ulimit -n {needed})" if 0 <= limit < needed else ""  # -1: without limit
     fact = f"a process may open {limit} files" + f", but one of {world} workers may need {needed}" * bool(few)
     yield Finding("wrong" if few else "fine", "open files", fact, few, host)
-    if "://" not in run:
-        yield check_disk("run folder", Path(run), host)
+    yield check_disk("run folder", Path(run), host)
     yield check_disk("cache", cache.folder(None), host)
 
 

@@ -37,7 +37,7 @@ class Report:
 
     findings: tuple[Finding, ...]
     workers: Sequence[Mapping[str, Any]] = ()  # rank, host, device, versions, settings
-    measured: Mapping[str, Any] = field(default_factory=dict)  # speeds, links, clocks
+    measured: Mapping[str, Any] = field(default_factory=dict)  # speeds, links
 
     @property
     def code(self) -> int:

@@ -1,4 +1,4 @@
-"""What workers find out together once they have met: who is alike, whose clock is off, which link or device is slow."""
+"""What workers find out together once they have met: who is alike, which link or device is slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from carrywave.model.lstm import LSTM
 from carrywave.parallel.world import World
 
 REFUSED = ("carrywave", "torch", "CUDA", "NCCL")  # training with different ones is refused, or fails within NCCL
-APART_SECONDS = 1.0  # between clocks: then logs of two hosts cannot be read side by side
 SLOW_LINK, SLOW, VERY_SLOW = 2.0, 1.25, 2.0  # times as long as the others take
 SMALL_BYTES, LARGE_BYTES, MESSAGES, ROUNDS = 4096, 1 << 20, 20, 9
 
@@ -124,25 +123,3 @@ def check_links(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Ite
                 fact = f"the link between {names[link['first']]} and {names[link['second']]} carries {size(rates[place])}/s, others "
                 remedy = "check its cable, switch port and interface; everyone waits for the slowest"
                 yield Finding("warning", f"link {kind}", f"{fact}{size(usual)}/s", remedy)
-
-
-def clock_ahead(world: World) -> tuple[float, float]:
-    """How far this worker's clock is ahead of rank 0's, in seconds, and how uncertain that is: by the shortest exchange."""
-    best = (0.0, float("inf"))
-    for _ in range(8):
-        begin, ours = time.time(), torch.zeros(world.size, dtype=torch.float64)
-        ours[world.rank] = begin
-        dist.all_reduce(ours)
-        doubt = time.time() - begin
-        best = min(best, (begin - float(ours[0]), doubt), key=lambda each: each[1])
-    return best
-
-
-def check_clocks(clocks: Sequence[tuple[float, float]], hosts: Sequence[str]) -> list[Finding]:
-    """How far clocks of other hosts are from that of rank 0."""
-    off = {host: ahead for host, (ahead, doubt) in zip(hosts, clocks, strict=True) if abs(ahead) - doubt > APART_SECONDS}
-    remedy = "synchronize the clocks (chrony, ntpd); training does not depend on them, but logs do"
-    return [
-        Finding("warning", "clocks", f"the clock of {host} is {abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's", remedy)
-        for host, ahead in off.items()
-    ] or [Finding("fine", "clocks", f"all within {APART_SECONDS:g} s of rank 0's")]
