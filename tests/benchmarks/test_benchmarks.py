@@ -18,6 +18,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
 GPU = [pytest.mark.gpu, pytest.mark.timeout(600)]
 BENCHMARKS = [
     ("calls", ["ours_ms", "torch_ms", "ratio"], ["--kinds", "lstm"], []),
+    ("data", ["cpu_seconds", "ratio"], [], []),
     ("train", ["tokens_per_second", "ratio", "target"], [], SLOW),
     ("pipeline", ["step_ms", "over_ddp", "bubble"], ["--workers", "2"], SLOW),
     ("plan", ["plan", "measured_ms", "of_best"], ["--device", "cpu"], SLOW),

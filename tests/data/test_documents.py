@@ -81,7 +81,7 @@ def test_a_batch_knows_where_documents_begin(of: int) -> None:
 
 
 def encoded(rows: list[dict[str, Any]], codec: Codec, **options: Any) -> Sequences:
-    return examples.encode(Rows("train", lambda: enumerate(rows)), codec, labelled=True, **options)
+    return examples.encode(Rows("train", list(enumerate(rows))), codec, labelled=True, **options)
 
 
 TAGS = Codec("tagging", "tokens", "int", size=9, labels=("x",))

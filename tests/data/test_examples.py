@@ -187,7 +187,7 @@ def test_parquet_rows_read_as_json_lines(tmp_path: Path) -> None:
     expected, codec = run(tmp_path, rows, spec("classification"))
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
     parquet = open_rows(find(str(tmp_path / "d.parquet"), field="x"), spec("classification"))
-    assert parquet.count() == 2
+    assert len(parquet) == 2
     assert examples.learn(parquet, spec("classification"), NONE) == codec
     np.testing.assert_array_equal(examples.encode(parquet, codec, labelled=True, join=False).inputs, expected.inputs)
 

@@ -400,6 +400,8 @@ def test_the_columns_of_series_can_be_told(tmp_path: Path) -> None:
     assert read(tmp_path / "t.csv", panel).series == ("b",)
     told = read(tmp_path / "t.csv", panel, series=["a", "b"])
     assert (told.series, told.names, told.fields(2)) == (("a", "b"), ("1/x", "1/y", "2/z"), {"a": 2, "b": "z"})
+    turned = rows("a,b,ds,y", "{s}," + ISO, DAYS, ("2,z", "1,y", "1,x"))
+    assert read(tmp_path / "t.csv", turned, series=["a", "b"]).names == ("2/z", "1/y", "1/x")  # as they first appear
     alone = read(tmp_path / "t.csv", panel, series="b")
     assert (alone.series, alone.names) == (("b",), ("x", "y", "z"))
 

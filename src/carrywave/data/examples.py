@@ -135,7 +135,7 @@ def learn(rows: NamedRows, spec: Spec, held: Flags) -> Codec:
         learned["target_mean"], learned["target_std"] = _scale(seen.targets if spec.data.standardize else [], seen.outputs or 0)
     labels = seen.sets.labels if spec.data.multi_label else seen.labels
     types = set(labels.values())
-    names = rows.names()
+    names = rows.known
     return Codec(
         spec.task,
         content,
@@ -150,10 +150,10 @@ def learn(rows: NamedRows, spec: Spec, held: Flags) -> Codec:
 
 
 def _empty(rows: Rows) -> DataError:
-    first = next(iter(rows.rows), None) if isinstance(rows, NamedRows) else None
-    if first is None:
+    given = getattr(rows, "given", ())
+    if not given:
         return DataError(f"{rows.name} is empty; use data with at least one row")
-    fact = f"{rows.name} has no row with a sequence and a target (a row has {', '.join(map(str, list(first[1])[:SHOWN]))})"
+    fact = f"{rows.name} has no row with a sequence and a target (a row has {', '.join(given[:SHOWN])})"
     return DataError(f"{fact}; set data.text and data.label to the names of their columns")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +24,10 @@ from carrywave.data.files.fields import FIELDS, as_plain
 from carrywave.data.files.frame_file import read_frame
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of, to_pandas
 from carrywave.data.files.remote import is_address
-from carrywave.data.files.rows import BATCH_ROWS, ITEM, WEIGHT, Row, Rows, table_rows
+from carrywave.data.files.rows import ITEM, WEIGHT, Row, Rows
 from carrywave.data.files.source import COMPRESSIONS, FORMATS, Source, find
 from carrywave.data.formats.opening import labels_beside, open_rows
-from carrywave.data.formats.recognised import NOTHING, Known, NamedRows, target_field
+from carrywave.data.formats.recognised import NOTHING, Known, NamedRows, named_rows, target_field
 from carrywave.data.formats.series_formats import tsf
 from carrywave.data.tables.series_rows import choice_of, table_of_rows
 from carrywave.data.tables.table import Table, arrange
@@ -77,7 +77,7 @@ class Input:
         """Its rows, with the fields that tasks read."""
         if self.source is not None:
             return open_rows(self.source, self.spec, labelled=labelled, known=told_by(codec))
-        return NamedRows(_rows(self.data, self.name, self.spec), self.spec, labelled, told_by(codec))
+        return named_rows(_rows(self.data, self.name, self.spec), self.spec, labelled, told_by(codec))
 
     def table(self, codec: Codec | None, *, labelled: bool = True) -> Table:
         """Its series, as the spec says or, given a codec, as the training data was read; with or without their targets."""
@@ -132,14 +132,13 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
     """Convert any object to rows with the fields of a JSON line."""
     if isinstance(data, str):
         texts = [data] if spec.streams else [line for line in data.split("\n") if line.strip()]
-        return Rows(part, lambda: enumerate({spec.data.text or "text": text} for text in texts), join=spec.streams)
+        return Rows(part, list(enumerate({spec.data.text or "text": text} for text in texts)), join=spec.streams)
     if hub_datasets.is_dataset(data):
-        return Rows(part, lambda: table_rows(hub_datasets.tables_of(data)))
+        return Rows(part, list(enumerate(row for table in hub_datasets.tables_of(data) for row in table.to_pylist())))
     if isinstance(data, pd.DataFrame):
-        listed = rows_of(data)
-        return Rows(part, lambda: enumerate(listed))
+        return Rows(part, list(enumerate(rows_of(data))))
     if not is_column(data) and (table := as_table(data, part)) is not None:
-        return Rows(part, lambda: table_rows(table.to_batches(max_chunksize=BATCH_ROWS)))
+        return Rows(part, list(enumerate(table.to_pylist())))
     if isinstance(data, tuple):
         return _pairs(data, part, spec)
     plain = as_plain(data)
@@ -149,11 +148,11 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
         fact = f"{part} is a {type(data).__name__}, which has no length or cannot be indexed"
         raise DataError(f"{fact}; pass a list, an array, a frame or a map-style Dataset (of a DataLoader, loader.dataset)")
     named = len(plain) > 0 and isinstance(plain[0], (Mapping, str))
-    return _items(part, lambda: (plain[number] for number in range(len(plain))), spec, join=named)
+    return _items(part, (plain[number] for number in range(len(plain))), spec, join=named)
 
 
-def _items(part: str, items: Callable[[], Iterable[Any]], spec: Spec, *, join: bool = False) -> Rows:
-    return Rows(part, lambda: ((number, _row(item, f"{part}{ITEM}{number}", spec)) for number, item in enumerate(items())), join=join)
+def _items(part: str, items: Iterable[Any], spec: Spec, *, join: bool = False) -> Rows:
+    return Rows(part, [(number, _row(item, f"{part}{ITEM}{number}", spec)) for number, item in enumerate(items)], join=join)
 
 
 def _is_flat(plain: Any) -> bool:
@@ -166,7 +165,7 @@ def _pairs(data: tuple[Any, ...], part: str, spec: Spec) -> Rows:
     if len(sides) not in (2, 3) or len({*sizes}) > 1 or isinstance(sizes[0], str):
         remedy = "pass (inputs, targets) or (inputs, targets, weights) with as many of each, or a list of sequences"
         raise DataError(f"{part} is a tuple of {', '.join(map(str, sizes)) or 'nothing'} items; {remedy}")
-    return _items(part, lambda: zip(*sides, strict=True), spec)
+    return _items(part, zip(*sides, strict=True), spec)
 
 
 def _side(value: Any) -> Any:

@@ -206,9 +206,9 @@ def build(inputs: Mapping[str, Input], spec: Spec, codec: Codec | None) -> Entry
         codec = codec or token_stream.learn_stream(train.stream, spec.data, spec.task, keep_rare=spec.model.dropout_rare > 0)
     else:
         rows = train.rows(codec, labelled=True)
-        held = holdout.held_out(rows.count() if share else 0, share, spec.train.seed)
+        held = holdout.held_out(len(rows) if share else 0, share, spec.train.seed)
         codec = codec or examples.learn(rows, spec, held)
-        notes = list(rows.notes())
+        notes = list(rows.notes)
         if codec.kind == "int" and codec.task != "language" and not rows.join:  # which is how many counts and measurements look
             how_to = "to read them as numbers, pass floats, as in x.astype(float)"
             notes.insert(0, f"{train.name}: whole numbers are read as tokens, {codec.size - 1:,} different ones at most; {how_to}")

@@ -72,7 +72,7 @@ def read_blocks(rows: Rows, codecs: Sequence[Codec], kept: Mapping[str, str], ta
         empty = {place for place, (_, row) in enumerate(piece) if is_empty(next((row[f] for f in FIELDS if row.get(f) is not None), None))}
         tally.left_out += len(empty)
         full = [numbered for place, numbered in enumerate(piece) if place not in empty]
-        some = Rows(rows.name, lambda full=full: full, rows.kind, join=False)  # type: ignore[misc]
+        some = Rows(rows.name, full, rows.kind, join=False)
         how: dict[str, Any] = {"labelled": False, "join": False, "may_be_empty": True}
         tallies = (tally, *(Tally() for _ in codecs[1:]))
         data = tuple(examples.encode(some, codec, tally=each, **how) for codec, each in zip(codecs, tallies, strict=True))

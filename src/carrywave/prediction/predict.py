@@ -199,7 +199,7 @@ def _rows(members: Sequence[Saved], request: _Request) -> Iterator[Iterable[Row]
         return
     with raise_on_all(world):
         kept = kept_columns(request.keep, spec)
-        rows = Rows("the prompt", lambda: [(0, {"text": request.prompt or ""})], kind="")
+        rows = Rows("the prompt", [(0, {"text": request.prompt or ""})], kind="")
         if request.data is not None:
             rows = Input.of(request.data, spec).rows(codecs[0], labelled=False)
     if spec.task == "language":

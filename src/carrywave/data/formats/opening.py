@@ -11,7 +11,7 @@ from carrywave.data.files.frame_file import read_frame
 from carrywave.data.files.rows import Rows, json_rows, listed_rows, parquet_rows, text_rows
 from carrywave.data.files.source import Source, find
 from carrywave.data.formats.field_formats import LABELLED, TAGGED, Asked, Read, companions, paired
-from carrywave.data.formats.recognised import NOTHING, Known, NamedRows
+from carrywave.data.formats.recognised import NOTHING, Known, NamedRows, named_rows
 from carrywave.data.formats.series_formats import arff, series_of_frame, ts
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -27,7 +27,7 @@ def open_rows(source: Source, spec: Spec, *, labelled: bool = True, known: Known
     rows, notes, named = _rows(source, spec, labelled, known)
     if not named:  # what the spec says of its labels has been heeded
         spec = spec.model_copy(update={"data": spec.data.model_copy(update={"text": None, "label": None})})
-    return NamedRows(rows, spec, labelled, known, notes)
+    return named_rows(rows, spec, labelled, known, notes)
 
 
 def labels_beside(source: Source, spec: Spec) -> list[Path]:
@@ -43,8 +43,8 @@ def _rows(source: Source, spec: Spec, labelled: bool, known: Known) -> tuple[Row
     if source.format == "parquet":
         return parquet_rows(source), (), True
     text = source.format == "text"
-    if (text and spec.task == "language") or (not labelled and source.path is None):
-        return text_rows(source), (), False  # lines of standard input are answered as they arrive
+    if text and spec.task == "language":
+        return text_rows(source), (), False
     if not text and spec.task != "tagging":
         return _of_table(source, spec)
     read = _read(source, spec, labelled, known)

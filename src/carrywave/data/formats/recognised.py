@@ -7,8 +7,9 @@ and the values leave one sensible reading, it is taken: the long texts are the t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from carrywave.data.files.fields import FIELDS
@@ -43,30 +44,36 @@ class NamedRow(Row):
     original: Row
 
 
+@dataclass(frozen=True)
 class NamedRows(Rows):
+    """Rows with the fields that tasks read."""
+
+    known: Known = NOTHING  # the names of the fields that are read, where the data has names of its own for them
+    notes: tuple[str, ...] = ()  # lines about the columns that are read and those that are not, if that is not plain
+    left_out: int = 0  # rows without a content or a target
+    given: tuple[str, ...] = ()  # the fields of the first row
+
+
+def named_rows(rows: Rows, spec: Spec, labelled: bool, known: Known = NOTHING, notes: tuple[str, ...] = ()) -> NamedRows:
     """Rows with the fields that tasks read; if `labelled`, without those that lack a content or a target."""
+    head = [row for _, row in rows.rows[:HEAD]]
+    reader = _Reader(rows, spec, labelled, known)
+    names = reader.names(head)
+    named = [(number, reader.named(row, names, number)) for number, row in rows]
+    streams = not labelled or (spec.task == "language" and spec.streams)
+    kept = named if streams else [(number, row) for number, row in named if not reader.lacks(row)]
+    notes = reader.notes(head[0] if head else {}, names, notes)
+    return NamedRows(rows.name, kept, rows.kind, rows.join, names, notes, len(named) - len(kept), tuple(map(str, head[0] if head else ())))
 
-    def __init__(self, rows: Rows, spec: Spec, labelled: bool, known: Known = NOTHING, source_notes: tuple[str, ...] = ()) -> None:
-        super().__init__(rows.name, rows.read, rows.kind, rows.join)
-        self.rows, self.spec, self.labelled, self.known, self.source_notes = rows, spec, labelled, known, source_notes
-        self.left_out = 0  # in the last iteration
 
-    def count(self) -> int:
-        """Count the rows."""
-        return sum(1 for _ in self)
+@dataclass(frozen=True)
+class _Reader:
+    """How the fields of some rows are found."""
 
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        self.left_out = 0
-        walk = iter(self.rows)
-        head = list(islice(walk, HEAD if self.labelled else 1))  # rows to predict for are answered as they arrive
-        names = self._names([row for _, row in head])
-        streams = self.spec.task == "language" and self.spec.streams
-        for number, row in chain(head, walk):
-            named = self._named(row, names, number)
-            if self.labelled and not streams and self._lacks(named):
-                self.left_out += 1
-            else:
-                yield number, named
+    rows: Rows
+    spec: Spec
+    labelled: bool
+    known: Known
 
     @property
     def target(self) -> str:
@@ -74,44 +81,42 @@ class NamedRows(Rows):
         return target_field(self.spec)
 
     @property
-    def _targeted(self) -> bool:
+    def targeted(self) -> bool:
+        """True if rows have targets."""
         return self.labelled and self.spec.task not in ("language", "forecasting")
 
-    def _lacks(self, row: Row) -> bool:
+    def lacks(self, row: Row) -> bool:
+        """True for a row without a content or a target."""
         content = next((row[field] for field in FIELDS if row.get(field) is not None), None)
         words = isinstance(content, str) and self.spec.data.tokens == "word"  # of which a line end is one
         least = 2 if self.spec.task == "language" and not words else 1
-        return is_empty(content, least) or (self._targeted and _is_missing(row.get(self.target), self.spec.data.multi_label))
+        return is_empty(content, least) or (self.targeted and _is_missing(row.get(self.target), self.spec.data.multi_label))
 
-    def names(self) -> Known:
-        """The names of the fields that are read, where the data has names of its own for them."""
-        return self._names([row for _, row in islice(self.rows, HEAD)])
-
-    def notes(self) -> tuple[str, ...]:
-        """A line about the columns that are read and those that are not, if that is not plain."""
-        first = next(iter(self.rows), (0, Row()))[1]
-        names, series = self.names(), (self.spec.data.series or ()) if self.spec.each_step else ()
+    def notes(self, first: Row, names: Known, notes: tuple[str, ...]) -> tuple[str, ...]:
+        """A line about the columns that are read and those that are not, if that is not plain, after others."""
+        series = (self.spec.data.series or ()) if self.spec.each_step else ()
         content = names.text or next((field for field in FIELDS if first.get(field) is not None), "nothing")
-        target = (names.label or self.target) if self._targeted else None
+        target = (names.label or self.target) if self.targeted else None
         others = [str(name) for name in first if name not in (content, target, self.spec.data.weight, "resets", WEIGHT, *series)]
         if not others and names == NOTHING:
-            return self.source_notes
+            return notes
         told = [content if names.text is None else f"{content} as text"]
         told += [] if target is None else [target if names.label is None else f"{target} as {self.target}"]
-        return (*self.source_notes, f"{self.name}: reading {' and '.join(told)}{f'; ignored: {listed(others)}' if others else ''}")
+        return (*notes, f"{self.rows.name}: reading {' and '.join(told)}{f'; ignored: {listed(others)}' if others else ''}")
 
-    def _names(self, head: Sequence[Row]) -> Known:
+    def names(self, head: Sequence[Row]) -> Known:
+        """The names of the fields that are read, where the data has names of its own for them."""
         data, columns = self.spec.data, dict.fromkeys(chain(*head))
         there = {name for row in head for name, value in row.items() if value is not None}
         if self.labelled and self.known is NOTHING and head and data.weight is not None and data.weight not in columns:
-            raise DataError(missing_column(self.name, data.weight, list(head[0]), "data.weight"))
+            raise DataError(missing_column(self.rows.name, data.weight, list(head[0]), "data.weight"))
         text, label = data.text or (self.known.text if self.known.text in there else None), None
-        if self._targeted:
+        if self.targeted:
             found = next((name for name in (self.known.label, self.target, *TARGETS) if name in there), None)
             label = data.label or (None if found == self.target else found)
         if text is None and there and not there & {*FIELDS}:
             text = self._text([name for name in columns if name not in (label, data.weight)], head)
-        if self._targeted and data.label is None and found is None:
+        if self.targeted and data.label is None and found is None:
             content = text or next((field for field in FIELDS if field in there), None)
             label = self._label([name for name in columns if name not in (content, data.weight)], head, content)
         return Known(text, label)
@@ -130,7 +135,7 @@ class NamedRows(Rows):
 
     def _only(self, names: Sequence[str], what: str) -> str | None:
         if len(names) > 1:
-            raise DataError(f"{self.name}: which column has the {what} is not clear ({listed(names)}); set data.{what} to its name")
+            raise DataError(f"{self.rows.name}: which column has the {what} is not clear ({listed(names)}); set data.{what} to its name")
         return names[0] if names else None
 
     def _label(self, names: Sequence[str], head: Sequence[Row], content: str | None) -> str | None:
@@ -142,7 +147,8 @@ class NamedRows(Rows):
         usual = [name for name in some if name.lower() in USUAL] or [name for name in some if {*re.split(r"\W|_", name.lower())} & {*USUAL}]
         return self._only(usual if len(usual) == 1 else some, "label")
 
-    def _named(self, row: Row, names: Known, number: int) -> NamedRow:
+    def named(self, row: Row, names: Known, number: int) -> NamedRow:
+        """A row with the fields that tasks read."""
         data, named = self.spec.data, NamedRow(row)
         named.original = row
         if names.text is not None:
@@ -154,7 +160,7 @@ class NamedRows(Rows):
             named[self.target] = self._take(named, names.label, "data.label", number)
         if self.labelled and data.weight is not None and data.weight in named:  # a row without a weight has 1
             named[WEIGHT] = self._number(named.pop(data.weight))
-        if self._targeted and self.spec.task == "regression" and isinstance(named.get(self.target), str):
+        if self.targeted and self.spec.task == "regression" and isinstance(named.get(self.target), str):
             named[self.target] = self._number(named[self.target])
         if self.spec.task == "tagging" and not self.labelled and isinstance(named.get("text"), str):
             named["tokens"] = named.pop("text").split()
@@ -175,7 +181,7 @@ class NamedRows(Rows):
 
     def _take(self, row: Row, name: str, setting: str, number: int) -> Any:
         if name not in row:
-            raise DataError(missing_column(self.where(number), name, list(row), setting if self.labelled else None))
+            raise DataError(missing_column(self.rows.where(number), name, list(row), setting if self.labelled else None))
         return row.pop(name) if self.labelled else row[name]  # what a prediction does not read may be carried through to it
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from carrywave.data.sequences import Ints
@@ -42,25 +41,12 @@ def fill(values_NC: Values, codes: Ints, method: str) -> Values:
 
     A column that is empty throughout a series stays NaN, except with `zero`.
     """
-    if method == "zero":
-        return np.where(np.isnan(values_NC), 0.0, values_NC)
-    filled = values_NC.copy()
-    lacking = np.isnan(values_NC)
-    bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
-    for low, high in pairwise(bounds):
-        for column in np.flatnonzero(lacking[low:high].any(axis=0)):
-            part, empty = filled[low:high, column], lacking[low:high, column]
-            present = np.flatnonzero(~empty)
-            if not len(present):
-                continue
-            at = np.flatnonzero(empty)
-            if method == "interpolate":
-                part[at] = np.interp(at, present, part[present])
-                continue
-            before = np.searchsorted(present, at, side="right") - 1
-            first = part[present].mean() if method == "none" else part[present[0]]
-            part[at] = np.where(before >= 0, part[present[np.maximum(before, 0)]], first)
-    return filled
+    if method == "zero" or not np.isnan(values_NC).any():
+        return np.nan_to_num(values_NC, nan=0.0, posinf=np.inf, neginf=-np.inf)
+    series = pd.DataFrame(values_NC).groupby(codes, sort=False)
+    if method == "interpolate":
+        return np.asarray(series.transform(lambda column: column.interpolate(limit_direction="both")), np.float64)
+    return np.asarray(series.ffill().fillna(series.transform("mean") if method == "none" else series.bfill()), np.float64)
 
 
 def constant(values_NC: Values, codes: Ints) -> tuple[Values, tuple[int, int] | None]:

@@ -50,6 +50,7 @@ class TableReading:
     left: dict[str, str] = field(default_factory=dict)  # columns that are not read, and why
     notes: tuple[str, ...] = ()
     columns: _Columns = field(default_factory=lambda: _Columns())
+    order: Ints | None = None  # of the rows by series and time, if it is known
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class _Way:
     regular: bool
     full: float
     told_apart: bool = False  # it is known that no time repeats in a series
+    order: Ints | None = None  # of the rows by series and time, if it is known
 
     @property
     def score(self) -> tuple[Any, ...]:
@@ -93,6 +95,13 @@ class _Columns:
             self._codes[name] = codes.astype(np.int64), values
         return self._codes[name]
 
+    def series(self, frame: pd.DataFrame, names: Sequence[str]) -> Ints:
+        """The series of each row, numbered as they first appear."""
+        if not names:
+            return np.zeros(len(frame), np.int64)
+        joined = self.joined(frame, names)
+        return joined if len(names) == 1 else pd.factorize(joined)[0].astype(np.int64)
+
     def joined(self, frame: pd.DataFrame, names: Sequence[str]) -> Ints:
         """One code for each combination of the values of some columns."""
         first, *rest = names
@@ -123,7 +132,7 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
         lost = way.instants.times.isna()
         if lost.any():
             notes.append(f"{name}: {counted(int(lost.sum()), 'row without a time is', 'rows without a time are')} left out")
-            frame, way = frame[~lost], replace(way, instants=replace(way.instants, times=way.instants.times[~lost]))
+            frame, way = frame[~lost], replace(way, order=None, instants=replace(way.instants, times=way.instants.times[~lost]))
     columns = columns if len(frame) == every else _Columns()
     series = way.series if way is not None else choice.series or ()
     used = {*series, *(() if way is None else (way.name,))}
@@ -132,6 +141,7 @@ def read(frame: pd.DataFrame, name: str, choice: ColumnChoice) -> TableReading:
     reading = TableReading(
         frame, None if way is None else way.name, None if way is None else way.instants, series, numbers, left, tuple(notes), columns
     )
+    reading = replace(reading, order=None if way is None else way.order)
     still = {} if choice.trained or choice.each_step else _still(reading, choice.asked)
     if still.keys() < set(numbers):
         told = {column: still[column] for column in numbers if column in still}
@@ -227,10 +237,18 @@ def _regularity(frame: pd.DataFrame, instants: Instants, series: Sequence[str], 
     """Whether the times of the longest series are regular, and how much of their grid is there."""
     times = instants.times
     if series:
-        codes = columns.codes(frame, series[0])[0] if len(series) == 1 else pd.factorize(columns.joined(frame, series))[0]
+        codes = columns.series(frame, series)
         times = times[codes == np.bincount(codes).argmax()]
     found, full = infer(times.dropna().to_numpy())
     return found is not None, full
+
+
+def in_order(times: Any, codes: Ints) -> Ints:
+    """The order of rows by series and time."""
+    steps = np.diff(codes)
+    if ((steps > 0) | ((steps == 0) & (times[1:] >= times[:-1]))).all():
+        return np.arange(len(codes))
+    return np.lexsort((times, codes))
 
 
 def codes_of(reading: TableReading) -> tuple[Ints, list[tuple[Any, ...]]]:
@@ -238,8 +256,7 @@ def codes_of(reading: TableReading) -> tuple[Ints, list[tuple[Any, ...]]]:
     frame, names = reading.frame, list(reading.series)
     if not names:
         return np.zeros(len(frame), np.int64), [()]
-    columns = reading.columns
-    codes = columns.codes(frame, names[0])[0] if len(names) == 1 else pd.factorize(columns.joined(frame, names))[0].astype(np.int64)
+    codes = reading.columns.series(frame, names)
     first = np.flatnonzero(np.diff(np.maximum.accumulate(codes), prepend=-1))
     return codes, list(frame[names].iloc[first].itertuples(index=False, name=None))
 
@@ -289,10 +306,12 @@ def _without_repeats(
 ) -> tuple[pd.DataFrame, _Way]:
     """The rows with each time once in each series: identical rows are read once, others as `data.repeats` says."""
     times = way.instants.times.to_numpy()
-    codes = columns.joined(frame, way.series) if way.series else np.zeros(len(frame), np.int64)
-    order = np.lexsort((times, codes))
-    if choice.frequency == "none" or way.told_apart or not ((np.diff(codes[order]) == 0) & (times[order][1:] == times[order][:-1])).any():
+    codes = columns.series(frame, way.series)
+    if choice.frequency == "none" or way.told_apart:
         return frame, way
+    order = in_order(times, codes)
+    if not ((np.diff(codes[order]) == 0) & (times[order][1:] == times[order][:-1])).any():
+        return frame, replace(way, order=order)
     keys = [*way.series, "\0"]
     whole = frame.assign(**{"\0": way.instants.times})
     repeated = whole.duplicated(keys) & way.instants.times.notna()
@@ -341,7 +360,7 @@ def _why_not(values: pd.Series, column: str, times: pd.Series | None, *, asked: 
 def _still(reading: TableReading, asked: frozenset[str]) -> dict[str, str]:
     """The columns that nobody asked for and that never change, or only between series, as areas of countries do; and why they are left."""
     codes, _ = codes_of(reading)
-    starts = np.unique(codes, return_index=True)[1]
+    starts = np.flatnonzero(np.diff(np.maximum.accumulate(codes), prepend=-1))  # series are numbered as they first appear
     still: dict[str, str] = {}
     for column in [column for column in reading.numbers if column not in asked] if len(starts) < len(codes) else []:
         values = reading.frame[column].to_numpy(np.float64, na_value=np.nan)

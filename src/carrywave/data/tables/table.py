@@ -17,9 +17,9 @@ from carrywave.data.sequences import Ints
 from carrywave.data.tables.calendar import calendar_columns, calendar_features
 from carrywave.data.tables.choice import ColumnChoice, listed, quoted, require
 from carrywave.data.tables.filling import Values, complete, constant, fill
-from carrywave.data.tables.frequency import Keys, infer, told
+from carrywave.data.tables.frequency import infer, told
 from carrywave.data.tables.moments import unusable
-from carrywave.data.tables.reading import TableReading, codes_of, read
+from carrywave.data.tables.reading import TableReading, codes_of, in_order, read
 from carrywave.data.tables.times import Times
 from carrywave.errors import DataError
 
@@ -206,10 +206,8 @@ def _in_time(
     if reading.instants is None:
         return np.argsort(codes, kind="stable"), None, None
     times = Times.of(reading.instants)
-    order = np.arange(len(codes))
-    if not _in_order(times.keys, codes):
-        order = np.lexsort((times.keys, codes))
-        times, codes = times.sorted(order), codes[order]
+    order = in_order(times.keys, codes) if reading.order is None or times.wall else reading.order
+    times, codes = times.sorted(order), codes[order]
     if choice.frequency == "none":
         return order, times, None
     begins = np.append(np.flatnonzero(np.append(True, np.diff(codes) != 0)), len(codes))
@@ -230,12 +228,6 @@ def _in_time(
             raise DataError(f"{name}: {fact} (data.frequency) from others; correct them, or set data.frequency=none to count rows")
         remarks.append(f"{name}: {fact} from others: rows are taken in their order")
     return order, replace(times, frequency=frequency), places
-
-
-def _in_order(keys: Keys, codes: Ints) -> bool:
-    """True for rows that are sorted already."""
-    steps = np.diff(codes)
-    return bool(((steps > 0) | ((steps == 0) & (keys[1:] >= keys[:-1]))).all())
 
 
 def _regular(rows: _Rows, places: Ints | None, names: Sequence[str], choice: ColumnChoice, remarks: list[str]) -> _Rows:
