@@ -14,7 +14,7 @@ from carrywave.errors import PlanError
 from carrywave.parallel.startup.launcher_env import launched
 
 
-class To(StrEnum):
+class ExportFormat(StrEnum):
     """The formats that can be written."""
 
     safetensors = "safetensors"
@@ -26,7 +26,8 @@ class To(StrEnum):
 def export(
     run: RunArgument,
     to: Annotated[
-        To, typer.Option("--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime, torch for torch.export, c for a C file.")
+        ExportFormat,
+        typer.Option("--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime, torch for torch.export, c for a C file."),
     ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="New folder to write. Default: exports/NAME-FORMAT.")

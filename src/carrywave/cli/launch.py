@@ -16,7 +16,7 @@ from carrywave.runs import output_file
 from carrywave.spec.load import load
 
 
-class To(StrEnum):
+class JobFileKind(StrEnum):
     """The clusters that files can be written for."""
 
     slurm = "slurm"
@@ -24,11 +24,11 @@ class To(StrEnum):
     skypilot = "skypilot"
 
 
-SUBMIT = {To.slurm: "sbatch {}", To.kubernetes: "kubectl apply -f {}", To.skypilot: "sky jobs launch {}"}
+SUBMIT = {JobFileKind.slurm: "sbatch {}", JobFileKind.kubernetes: "kubectl apply -f {}", JobFileKind.skypilot: "sky jobs launch {}"}
 
 
 def launch(
-    to: Annotated[To, typer.Option("--to", help="The kind of cluster.")],
+    to: Annotated[JobFileKind, typer.Option("--to", help="The kind of cluster.")],
     spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="Spec file and overrides, all optional.")] = None,
     file: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file. Default: stdout.")] = None,
     nodes: Annotated[int, typer.Option(metavar="N", help="Machines.")] = 1,
@@ -51,7 +51,7 @@ def launch(
     path, overrides = spec_and_overrides(spec or [])
     resolved = load(path, overrides)
     output_file.check(file, wanted=True)
-    _check_place(to, {"claim": (claim, To.kubernetes), "setup": (setup, To.skypilot)})
+    _check_place(to, {"claim": (claim, JobFileKind.kubernetes), "setup": (setup, JobFileKind.skypilot)})
     shown = None if path is None else str(path)
     named = name_for(shown, resolved.task) if name is None else name
     job = Job(
@@ -68,9 +68,9 @@ def launch(
         image=image,
     )
     job.check_plan(resolved.plan_spec)
-    if to is To.slurm:
+    if to is JobFileKind.slurm:
         text = for_slurm(job)
-    elif to is To.kubernetes:
+    elif to is JobFileKind.kubernetes:
         text = for_kubernetes(job, None if path is None else path.read_text(encoding="utf-8-sig"), claim)
     else:
         text = for_skypilot(job, setup)
@@ -81,7 +81,7 @@ def launch(
         note(f"wrote {file}; start it with: {SUBMIT[to].format(file)}")
 
 
-def _check_place(to: To, options: Mapping[str, tuple[str | None, To]]) -> None:
+def _check_place(to: JobFileKind, options: Mapping[str, tuple[str | None, JobFileKind]]) -> None:
     for option, (value, place) in options.items():
         if value is not None and to is not place:
             raise UserError(f"--{option} is for --to {place.value}; remove it")

@@ -69,14 +69,11 @@ def train(
         resolved = None if resume and not spec else load(path, overrides)
         return _train_seeds(resolved, seeds, run, resume, init, device.value, devices, further, json_file)
     where = around()
-    with agreed(device.value) as of_rank_0:
-        resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _run_exists(run)})["there"]))
+    with agreed(device.value):
+        resume = resume or (or_start and _run_exists(run))
         if resume and init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
-        if resume and path is None:
-            resolved = with_overrides(of_rank_0(lambda: _spec_of(run)), overrides, defaults=False)
-        else:
-            resolved = load(path, overrides)
+        resolved = with_overrides(_spec_of(run), overrides, defaults=False) if resume and path is None else load(path, overrides)
         before = Path(run) if resume and run is not None else None
         if devices is None and on is None and before is not None:
             devices = devices_of(before, resolved, device.value, where)

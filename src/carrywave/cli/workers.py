@@ -6,11 +6,11 @@ import json
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -50,29 +50,19 @@ MinDevicesOption = Annotated[
 ]
 
 
-Read = Callable[[], dict[str, Any]]
-
-
 @contextmanager
-def agreed(device: str) -> Iterator[Callable[[Read], dict[str, Any]]]:
-    """Make a user error raised in this block a single error on all workers, reported once. Collective under a launcher.
-
-    Yields a function that has rank 0 read plain values, which other hosts may not have, and returns them on every worker.
-    """
+def agreed(device: str) -> Iterator[None]:
+    """Make a user error raised in this block a single error on all workers, reported once. Collective under a launcher."""
     if not launched():
-        yield lambda read: read()
+        yield
         return
     with leaving_at_once():
-        from carrywave.parallel.world import from_rank_0, join, leave, raise_on_all
+        from carrywave.parallel.world import join, leave, raise_on_all
 
     world = join(device)
-
-    def of_rank_0(read: Read) -> dict[str, Any]:
-        return from_rank_0(world, read)
-
     try:
         with raise_on_all(world):
-            yield of_rank_0
+            yield
     except UserError:
         leave(world)
         raise
