@@ -43,7 +43,7 @@ def _lane(batch: Batch, lane: int) -> torch.Tensor:
     return batch.inputs[: int(batch.lengths[lane]), lane]
 
 
-ALL = {"noise": 0.05, "scale": 0.1, "crop": 0.5, "shift": True}
+ALL = {"noise": 0.05, "scale": 0.1, "shift": True}
 
 
 def test_no_change_is_none() -> None:
@@ -76,21 +76,6 @@ def test_epochs_and_seeds_differ() -> None:
     ]
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-
-
-def test_a_crop_is_contiguous_and_long_enough_and_all_are_possible() -> None:
-    seen = set()
-    for epoch in range(400):
-        batch = build(_view(), _window(2, 5), Cursor(epoch, 0), augmentation=_augmentation(crop=0.6))
-        rows = _lane(batch, 0)[:, 0]
-        assert (rows.diff() == 1).all()
-        assert STARTS[2] <= rows[0]
-        assert rows[-1] < STARTS[2] + 7
-        assert not batch.inputs[len(rows) :, 0].any()
-        assert batch.lengths[1] == 1
-        assert batch.real == len(rows) + 1
-        seen.add((len(rows), int(rows[0]) - int(STARTS[2])))
-    assert seen == {(length, first) for length in (5, 6, 7) for first in range(7 - length + 1)}
 
 
 def test_a_shift_goes_round_and_tags_with_it() -> None:
@@ -126,8 +111,8 @@ def test_factors_and_noise_are_normal() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["task=classification", "data.augment.crop=1.5"], "data.augment.crop is 1.5"),
-        (["task=classification", "data.augment.crops=0.5"], "did you mean data.augment.crop"),
+        (["task=classification", "data.augment.scale=1.5"], "data.augment.scale is 1.5"),
+        (["task=classification", "data.augment.noises=0.5"], "did you mean data.augment.noise"),
     ],
 )
 def test_what_cannot_be_is_refused(given: list[str], words: str) -> None:

@@ -25,6 +25,7 @@ from carrywave.spec.spec import Spec
         ({"data": {"split": [0.8, 0.2]}}, "data.split"),
         ({"data": {"horizon": 12}}, "data.horizon"),
         ({"model": {"pool": "mean"}}, "model.pool"),
+        ({"data": {"augment": {"noise": 0.1}}}, "data.augment"),
     ],
 )
 def test_a_key_without_effect_is_named(values: dict[str, Any], key: str) -> None:

@@ -199,7 +199,7 @@ def test_signals_resume_too_and_plans_do_not_change_them(tmp_path: Path, monkeyp
         "data": {
             "train": str(examples(tmp_path / "train.jsonl")),
             "standardize": "sequence",
-            "augment": {"noise": 0.1, "scale": 0.1, "crop": 0.5, "shift": True},
+            "augment": {"noise": 0.1, "scale": 0.1, "shift": True},
         },
         "model": {"hidden": 8, "layers": 1, "front": [{"channels": 6, "kernel": 3, "stride": 2}], "front_dropout": 0.2, "pool": "mean_max"},
         "batch": {"tokens": 64},

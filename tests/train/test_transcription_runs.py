@@ -159,7 +159,7 @@ def test_labels_that_do_not_fit_stop_a_run_before_it_begins(tmp_path: Path) -> N
     [
         ({"batch": {"lanes": 2, "steps": 8}}, "transcription reads separate sequences; set batch.tokens"),
         ({"plan": {"chunk_steps": 8}}, "plan.chunk_steps=8 cuts time, but a transcription is scored over all ways to lay it along"),
-        ({"data": {"augment": {"crop": 0.5}}}, "data.augment with crop or shift leaves out steps or moves them"),
+        ({"data": {"augment": {"shift": True}}}, "data.augment.shift moves steps"),
         ({"train": {"best": "accuracy"}}, "train.best=accuracy is not a metric of transcription; use loss, label_error, sequence_error"),
         ({"model": {"upsample": 5000}}, "model.upsample is 5000; use at most 4096"),
     ],

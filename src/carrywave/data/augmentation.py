@@ -1,4 +1,4 @@
-"""Random changes to sequences of numbers in training (`data.augment`): a part of them, another beginning, factors, noise.
+"""Random changes to sequences of numbers in training (`data.augment`): another beginning, factors, noise.
 
 What becomes of a sequence is a pure function of (seed, epoch, sequence): whoever reads it, in whatever batch and lane, and after however
 many interruptions, reads the same.
@@ -8,19 +8,18 @@ Shapes: T time, B lane, F features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data.order import Window
 from carrywave.data.sequences import Ints
 from carrywave.data.shuffle import Floats, draw_uniforms, draw_words
 from carrywave.spec.signal_spec import AugmentSpec
 from carrywave.spec.spec import Spec
 
-CROP_SIZE, CROP_START, SHIFT, SCALE, NOISE = range(100, 105)  # sites of draws, beyond those of `shuffle`
+SHIFT, SCALE, NOISE = range(102, 105)  # sites of draws, beyond those of `shuffle`
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,10 @@ class Augmentation:
     seed: int
 
     @staticmethod
-    def of(spec: Spec) -> Augmentation | None:
-        """The changes that a spec asks for, if any."""
-        return None if spec.data.augment is None else Augmentation(spec.data.augment, spec.train.seed)
-
-    def window(self, window: Window, epoch: int) -> Window:
-        """The window with a part of each sequence: the same on every worker, also on one that does not read it."""
-        if self.setting.crop == 1.0:
-            return window
-        least = np.ceil(window.length * self.setting.crop).astype(np.int64)
-        length = least + self._below(window.length - least + 1, epoch, CROP_SIZE, window.sequence)
-        first = self._below(window.length - length + 1, epoch, CROP_START, window.sequence)
-        return replace(window, length=length, offset=window.offset + first)
+    def of(spec: Spec, inputs: NDArray[Any]) -> Augmentation | None:
+        """The changes that a spec asks for, if any; tokens are not changed."""
+        setting = spec.data.augment if spec.augments and inputs.dtype.kind == "f" else None
+        return None if setting is None else Augmentation(setting, spec.train.seed)
 
     def steps(self, time_T1: Ints, length: Ints, sequence: Ints, epoch: int) -> Ints:
         """[T, B]: the step that is read at each time of each lane, counted from the lane's first."""

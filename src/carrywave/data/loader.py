@@ -44,7 +44,6 @@ class Share:
 def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = None, augmentation: Augmentation | None = None) -> Batch:
     """Build the batch of a window, or this process's share of it; a share without lanes becomes one idle lane."""
     shared, share = share is not None, share or Share()
-    window = window if augmentation is None else augmentation.window(window, cursor.epoch)
     total = len(window.sequence)
     low, high = share.bounds(total)
     held = np.arange(low, max(high, low + 1)).clip(max=total - 1)

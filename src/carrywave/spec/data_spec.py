@@ -34,7 +34,6 @@ class DataSpec(Section):
     test: str | None = Field(None, description="file to test on after training")
     format: Literal["auto", "text", "jsonl", "csv", "parquet"] = Field("auto", description="file format; auto goes by the file name")
     encoding: str = Field("auto", description="encoding of text files; auto: utf-8, or what a byte-order mark says")
-    separator: str | None = Field(None, description="CSV: what is between columns; by default what the first lines show")
     decimal: Literal[".", ","] | None = Field(None, description="CSV: the mark before decimals; by default a comma where that is sure")
     read: dict[str, Any] | None = Field(
         None, description="tables: other arguments of pandas.read_csv, as in {skiprows: 3}; they are never guessed over"
@@ -188,8 +187,7 @@ class DataSpec(Section):
     @property
     def told(self) -> dict[str, Any]:
         """What pandas is told of a table."""
-        named = {"sep": {"tab": "\t", "\\t": "\t"}.get(self.separator or "", self.separator), "decimal": self.decimal}
-        return {name: value for name, value in named.items() if value is not None} | (self.read or {})
+        return ({} if self.decimal is None else {"decimal": self.decimal}) | (self.read or {})
 
     @property
     def frequency_text(self) -> str | None:

@@ -22,14 +22,19 @@ WHERE: tuple[tuple[tuple[str, ...], Callable[[Spec], bool], str], ...] = (
     (("data.split", "data.targets"), lambda spec: spec.reads_series, "tables of series"),
     (("data.share",), lambda spec: spec.data.valid is None and spec.data.split is None, "data without data.valid and data.split"),
     (tuple(f"data.{name}" for name in OF_SERIES), lambda spec: spec.task == "forecasting", "forecasting"),
+    (("data.augment",), lambda spec: spec.augments, "separate sequences of numbers"),
     (("model.pool",), lambda spec: spec.pooled and spec.task != "transcription", "one target for each sequence"),
 )
 
 
-def idle(spec: Spec, *, valid: bool = True) -> list[str]:
-    """A line for each key that has another value than its default, and no effect. `valid`: there is validation data."""
+def idle(spec: Spec, *, valid: bool = True, numbers: bool = True) -> list[str]:
+    """A line for each key that has another value than its default, and no effect. `valid`: there is validation data; `numbers`: steps are
+    numbers, not tokens.
+    """
     by_valid = bool(spec.train.early_stop) or spec.train.schedule == "plateau" or spec.train.best != "loss"
     unseen = [] if valid or not by_valid else ["train.best, early_stop and plateau go by validation data, and there is none here"]
+    if spec.augments and not numbers:
+        unseen.append("data.augment is for separate sequences of numbers, and has no effect here")
     return unseen + [
         f"{key} is for {what}, and has no effect here" for keys, acts, what in WHERE for key in keys if is_set(spec, key) and not acts(spec)
     ]

@@ -24,9 +24,6 @@ class AugmentSpec(Section):
     scale: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="standard deviation of a factor around 1, one for each sequence and feature"
     )
-    crop: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0, description="read a random contiguous part of each sequence, at least this share of its steps; 1 for all of it"
-    )
     shift: bool = Field(
         False,
         description="begin at a random step, and go on from the end to the beginning; only where the start of a sequence means nothing",

@@ -94,10 +94,9 @@ class Spec(Section):
 
     def _check_transcription(self) -> None:
         augment = self.data.augment
-        if augment is not None and (augment.crop < 1.0 or augment.shift):
+        if augment is not None and augment.shift:
             raise ValueError(
-                "data.augment with crop or shift leaves out steps or moves them, but transcription has labels for all of them, in their "
-                "order; use noise and scale"
+                "data.augment.shift moves steps, but transcription has labels for all of them, in their order; use noise and scale"
             )
         if self.plan_spec.chunk_steps is not None:
             raise ValueError(
@@ -111,8 +110,6 @@ class Spec(Section):
                 f"data.standardize={self.data.standardize} needs targets that a new series does not have; use true, which is one scale for "
                 "all series, or false"
             )
-        if self.data.augment is not None:
-            raise ValueError("data.augment is not for targets at each step (data.each_step); remove it")
 
     def _check_crf(self) -> None:
         if self.task != "tagging":
@@ -214,6 +211,11 @@ class Spec(Section):
     def lags(self) -> int:
         """How many last values a straight line reads: those of the model's linear part, or else 96."""
         return self.model.linear or PAST_STEPS
+
+    @property
+    def augments(self) -> bool:
+        """True if `data.augment` changes what is trained on: separate sequences, of numbers."""
+        return self.data.augment is not None and not self.streams and not self.each_step
 
     @property
     def random_windows(self) -> bool:

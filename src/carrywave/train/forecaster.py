@@ -26,7 +26,7 @@ SERIES, TIME, TARGET = "unique_id", "ds", "y"  # the names that Nixtla's librari
 # Keys of a spec's data section that are arguments of a forecaster.
 ARGUMENTS = {name: name for name in ("horizon", "quantiles", "season", "series", "time")} | {"targets": "target"}
 # Further keys of a spec that are about the files of a run; another fit is given frames.
-OF_FILES = ("train", "valid", "test", "format", "encoding", "separator", "decimal")
+OF_FILES = ("train", "valid", "test", "format", "encoding", "decimal")
 ERRORS = ("pinball", "mae")  # by which a score compares a forecast with the naive one: quantiles are judged as such
 
 

@@ -65,7 +65,9 @@ class Loop:
         self.order = order
         spec = task.spec
         share = trainer.mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.scores)
-        self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share, augmentation=Augmentation.of(spec))
+        self.loader = Loader(
+            parts.train.view, self.order, device=trainer.device, share=share, augmentation=Augmentation.of(spec, parts.train.view.inputs)
+        )
         self.state, self.checkpointer = LoopState.start(trainer.device), checkpointer
         self.callbacks = callbacks or Callbacks((), trainer.mesh.world)
         self.meetings = (

@@ -1,7 +1,7 @@
 """A file as a pandas frame: text tables in any usual form, Parquet, Feather and JSON records.
 
 What pandas needs to be told is looked up in the first lines (separator, first line, header, decimal mark), unless
-`data.separator`, `data.decimal` or `data.read` say it; the rest is pandas' own. Each thing that was found rather than told is said in a
+`data.decimal` or `data.read` say it; the rest is pandas' own. Each thing that was found rather than told is said in a
 line.
 """
 

@@ -64,7 +64,7 @@ def settle(start: Start, opened: tuple[Prepared, Mapping[str, str]]) -> Ready:
     """Fill in what the spec leaves open, and refuse what does not fit the data. Collective."""
     prepared, files = opened
     world, asked, say = start.world, start.asked, start.asked.watch.say
-    for line in idle(start.spec, valid=prepared.valid is not None):
+    for line in idle(start.spec, valid=prepared.valid is not None, numbers=prepared.facts.features > 0):
         say(line)
     spec = with_kept_weights(start.spec, None if prepared.valid is None else prepared.valid.counted)
     spec, why_crf = with_whole_spans(spec, prepared)

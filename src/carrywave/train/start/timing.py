@@ -244,7 +244,7 @@ def _a_step(mesh: Mesh, task: Task, part: Part, order: Order) -> Callable[[], fl
     model.to(parameter_dtype(spec.train.precision))
     trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams)
     share = mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.scores)
-    loader = Loader(part.view, order, device=device, share=share, augmentation=Augmentation.of(spec))
+    loader = Loader(part.view, order, device=device, share=share, augmentation=Augmentation.of(spec, part.view.inputs))
     batches = loader.batches(Cursor(0, 0))
     group = list(islice(batches, spec.train.accumulate))
     batches.close()
