@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Weights = list[Tensor]  # or parts of weights, if these are exchanged in fragments
+Weights = list[Tensor]
 Inner = Callable[[Weights, int, int], int]  # (weights of a replica, its number, step): take one step in place, return its targets
 
 
@@ -20,17 +20,16 @@ Inner = Callable[[Weights, int, int], int]  # (weights of a replica, its number,
 def simulate(
     start: Weights,
     inner: Inner,
-    due: Callable[[int, int], bool],
+    due: Callable[[int], bool],
     *,
     replicas: int,
     steps: int,
     mode: Literal["local", "diloco"],
     momentum: float = 0.0,
-    nesterov: bool = False,
     lr: float = 1.0,
 ) -> Weights:
-    """The weights that the replicas agree on after `steps` steps each. `due(step, place)`: after which steps, counted from 1, the weight
-    at a place of the list is exchanged.
+    """The weights that the replicas agree on after `steps` steps each. `due(step)`: after which steps, counted from 1,
+    weights are exchanged.
     """
     outer = [weight.clone() for weight in start]
     velocity = [torch.zeros_like(weight) for weight in start]
@@ -44,7 +43,7 @@ def simulate(
             for place in range(len(start)):
                 targets[place][replica] += count
         for place in range(len(start)):
-            if not due(step, place):
+            if not due(step):
                 continue
             mean = _mean([weights[place] for weights in own], targets[place])
             w, v = outer[place], velocity[place]
@@ -52,14 +51,12 @@ def simulate(
                 # BMUF: G(t) is what the block changed, Δ(t) = η Δ(t-1) + G(t), W(t) = W(t-1) + Δ(t); with η = 0, W(t) is the mean.
                 v = momentum * v + (mean - begun[place])
                 w = w + v
-                begun[place] = w + momentum * v if nesterov else w
             else:
                 # DiLoCo: the outer gradient is what would undo the replicas' steps; SGD with Nesterov momentum as in torch.optim.
                 gradient = w - mean
                 v = momentum * v + gradient
                 w = w - lr * (gradient + momentum * v)
-                begun[place] = w
-            outer[place], velocity[place] = w, v
+            outer[place], velocity[place], begun[place] = w, v, w
             for weights in own:
                 weights[place].copy_(begun[place])
             targets[place] = [0] * replicas

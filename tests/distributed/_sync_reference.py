@@ -100,15 +100,10 @@ def reference(given: dict[str, Any], replicas: int, steps: int) -> dict[str, Ten
 
     copies = [copy(replica) for replica in range(replicas)]
     train, windows = spec.train, order.num_steps(0)
-    fragments, period = train.sync_fragments, train.sync_every // train.sync_fragments
     whole = dict(copies[0].model.named_parameters())
 
-    def cut(parameters: list[nn.Parameter]) -> list[Tensor]:
-        """Every weight in so many parts, all parts of the first weight first."""
-        return [part for parameter in parameters for part in _parts(parameter.detach(), fragments)]
-
     def inner(weights: list[Tensor], replica: int, step: int) -> int:
-        own = cut(list(copies[replica].model.parameters()))
+        own = [parameter.detach() for parameter in copies[replica].model.parameters()]
         for parameter, weight in zip(own, weights, strict=True):
             parameter.copy_(weight)
         count = copies[replica].step()
@@ -116,31 +111,22 @@ def reference(given: dict[str, Any], replicas: int, steps: int) -> dict[str, Ten
             weight.copy_(parameter)
         return count
 
-    def due(step: int, place: int) -> bool:
-        if step % windows == 0 or step == steps:  # the end of an epoch, or of the run
-            return True
-        return step % period == 0 and (step // period - 1) % fragments == place % fragments
+    def due(step: int) -> bool:
+        return step % windows == 0 or step == steps or step % train.sync_every == 0  # the end of an epoch, or of the run, or in between
 
     assert train.sync in ("local", "diloco")
     local = train.sync == "local"
     found = simulate(
-        cut(list(whole.values())),
+        [parameter.detach() for parameter in whole.values()],
         inner,
         due,
         replicas=replicas,
         steps=steps,
         mode=train.sync,
         momentum=train.block_momentum if local else train.outer_momentum,
-        nesterov=train.block_nesterov,
         lr=train.outer_lr,
     )
-    parts = iter(found)
-    return {name: torch.cat([next(parts) for _ in range(fragments)]).view_as(weight) for name, weight in whole.items()}
-
-
-def _parts(weight: Tensor, fragments: int) -> list[Tensor]:
-    flat, size = weight.view(-1), weight.numel()
-    return [flat[size * part // fragments : size * (part + 1) // fragments] for part in range(fragments)]
+    return dict(zip(whole, found, strict=True))
 
 
 def text(folder: Path) -> Path:

@@ -53,9 +53,7 @@ TWO: dict[str, dict[str, Any]] = {
     "local": LOCAL,
     "sgd": LOCAL | {"optimizer": "sgd", "lr": 0.5, "momentum": 0.5},
     "block": LOCAL | {"block_momentum": 0.5},
-    "nesterov": LOCAL | {"block_momentum": 0.5, "block_nesterov": True},
     "diloco": DILOCO,
-    "fragments": DILOCO | {"sync_fragments": 2},
 }
 
 
@@ -88,7 +86,6 @@ def test_exchanging_after_every_step_of_sgd_is_what_step_does(tmp_path: Path) ->
     jobs = [
         {"run": "step", "spec": spec(tmp_path, plan, **sgd)},
         {"run": "local", "spec": spec(tmp_path, plan, **sgd, sync="local", sync_every=1)},
-        {"run": "bf16", "spec": spec(tmp_path, plan, **sgd, sync="local", sync_every=1, sync_dtype="bf16")},
     ]
     told = carry_out(tmp_path, 2, jobs)
     assert all(each.get("ending") == "done" for rank in told for each in rank), told
@@ -97,27 +94,18 @@ def test_exchanging_after_every_step_of_sgd_is_what_step_does(tmp_path: Path) ->
     for ours, theirs in zip(rows_of(tmp_path / "local"), rows_of(tmp_path / "step"), strict=True):
         for key in theirs.keys() - {"split", "norm"}:  # the norm is that of each replica
             assert ours[key] == pytest.approx(theirs[key], rel=CLOSE), key
-    for name, tensor in parameters(tmp_path / "bf16").items():
-        # Each of the changes was rounded twice, to 8 bits; together they are a fraction of the weight.
-        moved = float((tensor - wanted[name]).abs().max() / wanted[name].abs().max())
-        assert 0 < moved < 2**-7, name
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path) -> None:
     plan = {"replicas": 2}
-    firsts = {"local": LOCAL, "diloco": DILOCO, "fragments": DILOCO | {"sync_fragments": 2, "snapshot_every": 1, "keep": 9}, "async": ASYNC}
+    firsts = {"local": LOCAL, "diloco": DILOCO, "async": ASYNC}
     jobs = [{"run": name, "spec": spec(tmp_path, plan, **(train | {"max_steps": 13}))} for name, train in firsts.items()]
     told = carry_out(tmp_path, 2, jobs)
     assert all(each.get("ending") == "done" for rank in told for each in rank), told
-    # Between exchanges of fragments, replicas differ: go back to such a snapshot.
-    (tmp_path / "fragments" / "snapshots" / "last").write_text("step-00000010\n")
     more = [{"run": name, "resume": True, "spec": spec(tmp_path, {"replicas": 3}, **train)} for name, train in firsts.items()]
     told = carry_out(tmp_path, 3, more, "more")
-    said = "RunError: the snapshot has 2 replicas, whose weights differ between exchanges of fragments, but plan.replicas=3; resume with"
-    for rank in told:
-        assert [each.get("ending") for each in rank] == ["done", "done", None, "done"], told
-        assert rank[2]["error"].startswith(said)
+    assert all(each.get("ending") == "done" for rank in told for each in rank), told
     for name in ("local", "diloco", "async"):
         assert rows_of(tmp_path / name)[-1]["step"] == STEPS
 

@@ -173,7 +173,7 @@ def _outer_copies(train: TrainSpec) -> int:
     if train.sync == "async":
         return 4  # gradients in a row, weights that come back, in parts and in a row, and at most one more for the share
     momentum = train.outer_momentum if train.sync == "diloco" else train.block_momentum
-    return 1 + (1 if momentum else 0) + -(-2 // train.sync_fragments)
+    return 3 + (1 if momentum else 0)
 
 
 def _head(spec: Spec, facts: DataFacts, width: int, tied: int) -> Unit:

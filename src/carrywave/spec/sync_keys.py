@@ -8,10 +8,7 @@ from typing import Any
 # The modes that read a key; any other mode would ignore it.
 READ_BY = {
     "sync_every": ("local", "diloco", "async"),
-    "sync_dtype": ("local", "diloco"),
-    "sync_fragments": ("diloco",),
     "block_momentum": ("local",),
-    "block_nesterov": ("local",),
     "outer_lr": ("diloco",),
     "outer_momentum": ("diloco",),
     "max_staleness": ("async",),
@@ -20,7 +17,7 @@ READ_BY = {
 
 def check_sync(train: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse keys that the mode would ignore, and settings that it cannot honour."""
-    sync, every, fragments = (train[key] for key in ("sync", "sync_every", "sync_fragments"))
+    sync = train["sync"]
     for key, modes in READ_BY.items():
         # A resolved spec lists every key, so one that has its default value is no mistake.
         if sync not in modes and train[key] != defaults[key]:
@@ -31,10 +28,3 @@ def check_sync(train: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         raise ValueError(f"optimizer=ntasgd averages the weights of every step, which train.sync={sync} does not exchange; use sgd")
     if train["ema"] is not None:
         raise ValueError(f"ema averages the weights of every step, which train.sync={sync} does not exchange; remove one of them")
-    if train["block_nesterov"] and not train["block_momentum"]:
-        raise ValueError("block_nesterov needs block_momentum above 0; set it, or remove block_nesterov")
-    if every % fragments:
-        raise ValueError(
-            f"sync_every {every} is not a multiple of sync_fragments {fragments}; make it one, "
-            "because one fragment is exchanged every sync_every / sync_fragments steps"
-        )

@@ -177,14 +177,7 @@ class TrainSpec(Section):
     sync_every: Positive = Field(
         50, description="local, diloco: optimizer steps that a replica takes on its own between exchanges; async: between meetings"
     )
-    sync_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="local, diloco: what travels between replicas; fp32 is fp64 in fp64 runs"
-    )
-    sync_fragments: Positive = Field(
-        1, description="diloco: parts of the weights that are exchanged in turn, each every sync_every steps, so that less travels at once"
-    )
     block_momentum: Share = Field(0.0, description="local: momentum of the averaged weights from exchange to exchange (BMUF)")
-    block_nesterov: bool = Field(False, description="local: replicas start ahead by the block momentum (Nesterov)")
     outer_lr: Annotated[float, Field(gt=0.0)] = Field(1.0, description="diloco: learning rate of the outer step")
     outer_momentum: Share = Field(0.5, description="diloco: Nesterov momentum of the outer step")
     max_staleness: Annotated[int, Field(ge=0)] = Field(

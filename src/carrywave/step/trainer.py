@@ -52,8 +52,7 @@ from carrywave.step.passes.jobs import FlatCarry, flatten
 from carrywave.step.passes.timing import span
 from carrywave.step.precision import configure, with_settled_precision
 from carrywave.step.result import StepResult, Votes
-from carrywave.step.sync.meeting import News, UserExchanges, check_unsaved
-from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
+from carrywave.step.sync.meeting import News, UserExchanges, check_unsaved, optimizer_of, sync_of, within_step
 from carrywave.step.trainer_state import Position, Stateful
 from carrywave.step.user_gradients import UserGradients
 from carrywave.step.worker_setup import engine_of, local_part, mesh_of, place_model, trained, user_optimizer
@@ -436,8 +435,6 @@ class Trainer:
         averaged = not self.user_optimizer and bool(weight_average.averaged(self.optimizer))
         if of is not None:
             weights = taken_from(of, self.parameters(), self.mesh.world, has_average=averaged or self.sync is not None)
-        elif self.sync is not None:
-            weights = self.sync.swapped()
         elif averaged:
             weights = weight_average.swapped(self.optimizer)
         else:

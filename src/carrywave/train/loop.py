@@ -242,14 +242,13 @@ class Loop:
         if self.clock.due():
             self._tick(result)
         last = at.batch >= self.order.num_steps(at.epoch) or at.step == train.max_steps
-        due = sync.due(at.step, last=last)
-        if not due:
+        if not sync.due(at.step, last=last):
             return None
         met = meetings.meet(self.trainer.news)
         at.met_before, at.met = at.met, at.step
         at.sums = at.sums + met.sums
         self._handle_nonfinite(met.seen, scale_gone=met.scale_gone)  # before anything non-finite reaches another replica
-        sync.exchange(due, met.targets)
+        sync.exchange(met.targets)
         if self._due(train.log_every):
             self.write_row()
             if isinstance(sync, Pushing):

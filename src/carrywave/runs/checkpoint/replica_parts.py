@@ -1,9 +1,9 @@
 """What a snapshot holds of replicas that train on their own (`train.sync` other than step).
 
 Under `weights/` are those that the replicas agree on, under `outer/` what else they share, under `replica/` what each has of its own:
-optimizer state, loss scale, and weights where they differ. Keys of the last begin with the number of the replica.
+optimizer state and loss scale. Keys of the last begin with the number of the replica.
 
-A run may resume with another number of replicas if all of them had the same weights: each then starts with the mean of the optimizer state.
+A run may resume with another number of replicas: each then starts with the mean of the optimizer state.
 In asynchronous training there is one optimizer state, of which each replica holds a share.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Collection
 
 import torch
 
-from carrywave.errors import RunError
 from carrywave.model.state import State
 from carrywave.parallel.gather import broadcast, collect
 from carrywave.runs.checkpoint.snapshot import Tensors, under
@@ -29,8 +28,7 @@ def state_of(trainer: Trainer, lanes: int) -> Tensors:
     assert trainer.sync is not None
     tensors = {f"replica/{trainer.mesh.replica}/{key}": tensor for key, tensor in _own(trainer).items()}
     if trainer.mesh.replica == 0:
-        agreed = trainer.parameters() | trainer.sync.outer
-        tensors |= {f"weights/{name}": tensor for name, tensor in agreed.items()}
+        tensors |= {f"weights/{name}": tensor for name, tensor in trainer.parameters().items()}
         tensors |= {f"outer/{key}": tensor for key, tensor in trainer.sync.shared_state().items()}
     low, high = trainer.mesh.share().bounds(lanes)
     if trainer.keep_state and low < high:
@@ -46,7 +44,7 @@ def _own(trainer: Trainer) -> Tensors:
     assert trainer.sync is not None
     tensors = {f"optimizer/{key}": tensor for key, tensor in optimizers.state_tensors(trainer.optimizer, trainer.named).items()}
     tensors |= {f"sync/{key}": tensor for key, tensor in trainer.sync.local_state().items()}
-    tensors |= {"alone/targets": trainer.sync.targets, "alone/in_a_row": trainer.nonfinite.kept[1].clone()}
+    tensors |= {"alone/in_a_row": trainer.nonfinite.kept[1].clone()}
     return tensors if trainer.scaler is None else tensors | {f"scaler/{key}": tensor for key, tensor in trainer.scaler.tensors().items()}
 
 
@@ -61,23 +59,16 @@ def load(trainer: Trainer, tensors: Tensors, lanes: int) -> None:
         parameter.copy_(tensors[f"weights/{name}"])
     own = under("replica/", tensors)
     replicas = [under(f"{number}/", own) for number in range(len({key.partition("/")[0] for key in own}))]
-    targets = None
     if isinstance(trainer.sync, Pushing):
         state = replicas[trainer.mesh.replica % len(replicas)]
         trainer.sync.load([under("sync/", each) for each in replicas])
     elif len(replicas) == trainer.plan.replicas:
         state = replicas[trainer.mesh.replica]
-        targets = state["alone/targets"]
     else:
-        if any(key.startswith("sync/") for key in replicas[0]):
-            raise RunError(
-                f"the snapshot has {len(replicas)} replicas, whose weights differ between exchanges of fragments, but "
-                f"plan.replicas={trainer.plan.replicas}; resume with plan.replicas={len(replicas)}, or from the end of an epoch"
-            )
         state = _mean(replicas)
     optimizers.load_state(trainer.optimizer, trainer.named, under("optimizer/", state))
     if isinstance(trainer.sync, Averaging):
-        trainer.sync.load(under("outer/", tensors), under("sync/", state), targets)
+        trainer.sync.load(under("outer/", tensors))
     trainer.nonfinite.forget(int(state["alone/in_a_row"]))
     if trainer.scaler is not None:
         trainer.scaler.load(under("scaler/", state))

@@ -17,16 +17,41 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.replica_mesh import ReplicaMesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.nonfinite import MOST_IN_A_ROW, NonfiniteRecord, Seen, remedy
+from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.result import StepResult, Votes
 from carrywave.step.stats import Slots
-from carrywave.step.sync.modes import Sync
+from carrywave.step.sync.averaging import Averaging, Named
+from carrywave.step.sync.pushing import Pushing, PushOptimizer
+from carrywave.step.worker_setup import tied_of
 
 SMALLEST_SCALE = 2.0**-14  # once an fp16 loss scale has been halved to below this, gradients are non-finite at any scale
 SUMS = 5  # loss, targets, norm, steps; non-finite steps
+Sync = Averaging | Pushing  # how replicas exchange, if not at every step
+
+
+def within_step(mesh: Mesh, spec: TrainSpec) -> Mesh:
+    """Those who exchange something within a step: all workers, or those of one replica that trains on its own. Collective."""
+    return mesh if spec.sync == "step" or mesh.plan.replicas == 1 else ReplicaMesh(mesh)
+
+
+def optimizer_of(spec: TrainSpec, named: Named, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer that takes a step: the spec's, or one that pushes gradients to where the spec's is."""
+    return PushOptimizer([p for _, p in named], spec.lr) if spec.sync == "async" else optimizers.build(spec, named, device)
+
+
+def sync_of(spec: TrainSpec, mesh: Mesh, model: Model | OpaqueModel, named: Named, optimizer: torch.optim.Optimizer) -> Sync | None:
+    """How replicas exchange; None: at every step. Collective: every rank must call it."""
+    if spec.sync == "step":
+        return None
+    if not isinstance(optimizer, PushOptimizer):
+        return Averaging(mesh, named, tied_of(model, mesh), spec)
+    optimizer.pushing = Pushing(mesh, named, spec)
+    return optimizer.pushing
 
 
 @dataclass(frozen=True)
@@ -46,7 +71,7 @@ class Met:
 
     sums: Tensor  # [5], over the steps of all replicas since the last meeting, on the device; norms and steps are means over replicas
     votes: tuple[float, float]  # as in `Trainer.votes`, added up
-    targets: Tensor  # [replica, fragment] on the host: trained on since each fragment's last exchange
+    targets: Tensor  # [replica] on the host: trained on since the last exchange
     seen: Seen
     scale_gone: bool  # a loss scale became so small that gradients are non-finite at any scale
 
@@ -60,7 +85,7 @@ class Meetings:
         self.slots = Slots(
             sums=(SUMS,),
             votes=(2,),
-            targets=(self.mesh.plan.replicas, self.sync.fragments),
+            targets=(self.mesh.plan.replicas,),
             seen=(size, 6),  # of `Seen`, by rank: ago + 1, this rank's code, bad, longest, in a row; and whether its loss scale is gone
             marks=(size,),  # each worker's checksum of the weights that replicas agree on
         )
@@ -123,7 +148,7 @@ def joined(rows: Sequence[Sequence[int]], firsts_of_replicas: Sequence[int]) -> 
 
 class UserExchanges:
     """The exchanges of replicas in a user's own loop, which meet after every so many steps, as they do in ours. What depends on all of them
-    (an evaluation, the whole model's weights) is asked for right after an exchange of everything, which the user may have at any step.
+    (an evaluation, the whole model's weights) is asked for right after an exchange, which the user may have at any step.
     """
 
     def __init__(self, mesh: Mesh, sync: Sync, spec: TrainSpec) -> None:
@@ -131,20 +156,19 @@ class UserExchanges:
         self.meetings = Meetings(mesh, sync)
         self.alone = mesh.plan.replicas == 1 and spec.sync == "local"  # the mean of one replica's weights is these weights
         self.steps = 0
-        self.met = 0  # the step after which everything was exchanged last
+        self.met = 0  # the step of the last exchange
 
     def after(self, result: StepResult, news: News) -> None:
         """Count a step of this replica, and exchange what is due. Collective at the same steps on every rank."""
         self.meetings.add(result)
         self.steps += 1
-        due = self.sync.due(self.steps, last=False)
-        if due:
-            self._meet(news, due)
+        if self.sync.due(self.steps, last=False):
+            self._meet(news)
 
     def everything(self, news: News) -> None:
         """Exchange all weights now, unless that was the last thing done. Collective: every rank must call it after the same step."""
         if self.met != self.steps:
-            self._meet(news, self.sync.due(self.steps, last=True))
+            self._meet(news)
 
     def check_met(self) -> None:
         """Refuse what needs the weights that all replicas agree on, where they have not agreed since their last step."""
@@ -152,7 +176,7 @@ class UserExchanges:
             raise UserError("replicas have trained on their own since their last exchange; call trainer.exchange() on all workers first")
 
     @lost_contact.kept
-    def _meet(self, news: News, due: Sequence[int]) -> None:
+    def _meet(self, news: News) -> None:
         met = self.meetings.meet(news)
         seen = met.seen
         stops = self.spec.on_nan == "stop" or seen.longest >= MOST_IN_A_ROW
@@ -161,9 +185,8 @@ class UserExchanges:
             gone = f" at any loss scale down to {SMALLEST_SCALE:g}" if met.scale_gone else ""
             advice = remedy(news.model, cause, "lower the learning rate, or set train.clip")
             raise on_every_rank(Diverged(f"{cause} is no longer finite{gone}; {advice}"))
-        self.sync.exchange(due, met.targets)
-        if len(due) == self.sync.fragments:
-            self.met = self.steps
+        self.sync.exchange(met.targets)
+        self.met = self.steps
 
 
 def check_unsaved(sync: str) -> None:

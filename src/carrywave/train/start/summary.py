@@ -210,14 +210,12 @@ def _sync(train: TrainSpec, plan: Plan) -> str:
                 "the result depends on timing"
             )
         )
-    fragments = f" in {train.sync_fragments} fragments" if train.sync_fragments > 1 else ""
-    wire = " in bf16" if train.sync_dtype == "bf16" else ""
     how = f"averaged{f' with block momentum {train.block_momentum:g}' if train.block_momentum else ''}"
     if train.sync == "diloco":
         how = f"moved by an outer step, learning rate {train.outer_lr:g}, momentum {train.outer_momentum:g}"
     if plan.replicas == 1:
         return alone if how == "averaged" else f"{alone}; every {every} its weights are {how}"
-    return f"{train.sync}: {many} train on their own; every {every} the weights are exchanged{fragments}{wire} and {how}"
+    return f"{train.sync}: {many} train on their own; every {every} the weights are exchanged and {how}"
 
 
 def _count(count: int, noun: str) -> str:
