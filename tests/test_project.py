@@ -29,7 +29,7 @@ def test_every_dependency_is_pinned() -> None:
 
 def test_dev_has_what_the_tests_of_these_extras_need() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for name in ("bpe", "datasets", "docs", "keras", "onnx", "tune"):
+    for name in ("bpe", "datasets", "docs", "onnx", "tune"):
         assert set(extras[name]) <= set(extras["dev"]), name
 
 

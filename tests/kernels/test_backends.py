@@ -29,7 +29,6 @@ BACKENDS: dict[tuple[str, str], Backend] = {  # of the CPU
     ("gru", "aten"): gru_aten.layer,
     ("gru", "manual"): gru_manual.layer,
 }
-each_cell = pytest.mark.parametrize("cell", ["lstm", "gru"])
 each_backend = pytest.mark.parametrize(("cell", "name"), BACKENDS)
 each_other = pytest.mark.parametrize(("cell", "name"), [both for both in BACKENDS if both[1] != "reference"])
 
@@ -192,42 +191,3 @@ def test_carry_passes_padded_steps_to_the_bit(
         assert torch.equal(before, after)
         assert torch.equal(after[:, 3], given_part[:, 3])
     assert not y[9:].any()
-
-
-@each_cell
-@pytest.mark.parametrize("lengths", [None, (5, 3)])
-def test_manual_gradient_is_the_slope(cell: str, lengths: tuple[int, ...] | None) -> None:
-    """Against finite differences, so that an error shared by all backends would be seen; of gradients too."""
-    resets = ((False, True), (False, False), (True, False), (False, False), (True, True))
-    problem = Problem(Case(5, 2, 3, 3, lengths=lengths, cell=cell, resets=resets, learned=True))
-    assert problem.initial is not None
-    parts, of_parts = len(problem.carry), by_name(cell).carry
-
-    def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        weights, first = given[parts : parts + 4], given[parts + 4 :]
-        marks = StepMarks(problem.resets, of_parts(*first)) if first else None
-        y, end = BACKENDS[cell, "manual"](x, of_parts(*given[:parts]), (LayerWeights(*weights),), problem.lengths, marks=marks)
-        return y, *end
-
-    given_all = (problem.x, *problem.carry, *problem.layer[0][:4])
-    assert torch.autograd.gradcheck(run, given_all)
-    assert torch.autograd.gradcheck(run, (*given_all, *problem.initial))
-    assert torch.autograd.gradgradcheck(run, (*given_all, *problem.initial), fast_mode=True)
-
-
-@each_cell
-def test_manual_handles_every_subset_of_gradients(cell: str) -> None:
-    """Whatever output is used, and whatever input wants a gradient."""
-    for lengths in (None, (4, 0, 2)):
-        case = Case(4, 3, 2, 3, lengths=lengths, cell=cell)
-        for used in range(1 + len(by_name(cell).parts)):
-            problem, twin = Problem(case), Problem(case)
-            for each, name in ((problem, "manual"), (twin, "reference")):
-                each.x.requires_grad_(False)
-                y, end = BACKENDS[cell, name](each.x, each.carry, each.layer, each.lengths)
-                (y, *end)[used].sum().backward()
-            for mine, theirs in zip(problem.leaves[1:], twin.leaves[1:], strict=True):
-                expected = torch.zeros_like(mine) if theirs.grad is None else theirs.grad
-                got = torch.zeros_like(mine) if mine.grad is None else mine.grad
-                torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)  # float64, another order of summation
-            assert problem.x.grad is None

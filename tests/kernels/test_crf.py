@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from carrywave.kernels.crf import definition, dispatch
+from carrywave.kernels.crf import dispatch
 from carrywave.kernels.crf.definition import UNKNOWN, Chain
 from carrywave.kernels.cuda import nvrtc
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _chains import Problem, listed_loss, paths, problem, problems, score
-from _hosted import Hosted
 
 
 def by_definition(given: Problem) -> Tensor:
@@ -66,31 +64,6 @@ def test_second_derivatives_are_those_of_the_definition() -> None:
 def test_labels_that_cannot_follow_each_other_have_an_infinite_loss_which_says_so() -> None:
     chain = Chain(torch.zeros(2), torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]), torch.zeros(2))
     assert dispatch.summed(torch.zeros(2, 1, 2), torch.tensor([[0], [1]]), torch.tensor([2]), chain) == torch.inf
-
-
-@pytest.fixture(scope="module")
-def hosted(tmp_path_factory: pytest.TempPathFactory) -> Hosted:
-    return Hosted(tmp_path_factory.mktemp("hosted"), {"crf.cu": ["crf_sums", "crf_pairs", "crf_best"]})
-
-
-@given(seed=st.integers(0, 2**31), unknown=st.sampled_from([0.0, 0.3, 1.0]), weighted=st.booleans(), double=st.booleans())
-@settings(max_examples=6, deadline=None)
-def test_the_kernels_are_the_definition(hosted: Hosted, seed: int, unknown: float, weighted: bool, double: bool) -> None:
-    """Sizes are few, because each number of labels is compiled by itself; tests/gpu draws them."""
-    for labels in (5, 11):  # fewer and more than the rows of a block
-        given = problem(seed, 6, 3, labels, unknown=unknown, weighted=weighted)
-        dtype, most = (torch.float64, 1e-11) if double else (torch.float32, 2e-5)  # rounding of scores of up to 50
-        emissions, chain = given.emissions_TBV.detach().to(dtype), Chain(*(each.detach().to(dtype) for each in given.chain))
-        with hosted.in_place():
-            total, found = dispatch.loss_and_slopes(emissions, given.tags_TB, given.lengths_B, chain, given.weights_B, True)
-            alone, _ = dispatch.loss_and_slopes(emissions, given.tags_TB, given.lengths_B, chain, given.weights_B, False)
-            ours = dispatch._best_paths(emissions, given.lengths_B, chain)
-        assert torch.equal(total, alone)
-        wanted = by_definition(given)
-        torch.testing.assert_close(total.double(), wanted, rtol=most, atol=most)
-        for one, other in zip(found, slopes(wanted, given), strict=True):
-            torch.testing.assert_close(one.double(), other, rtol=most, atol=most)
-        assert torch.equal(ours, definition.best_paths(emissions, given.lengths_B, chain))
 
 
 def test_without_kernels_the_definition_runs_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,15 +88,6 @@ def test_second_derivatives_agree_with_differences(cell: Cell, layer: Any, bias:
     assert gradgradcheck(lambda *each: run(layer, lengths, 1, each, cell), given, fast_mode=True)
 
 
-def test_many_gradients_at_once() -> None:
-    given = tensors()
-    y, _, _ = run(manual.layer, LENGTHS, 1, tuple(given))
-    many = torch.randn(4, *y.shape, dtype=DOUBLE)
-    batched = torch.autograd.grad(y, given, many, is_grads_batched=True, retain_graph=True)
-    one_by_one = zip(*(torch.autograd.grad(y, given, each, retain_graph=True) for each in many), strict=True)
-    torch.testing.assert_close(list(batched), [torch.stack(each) for each in one_by_one], **TOLERANCE)
-
-
 @both_cells
 def test_an_ordinary_backward_does_not_go_through_the_definition(cell: Cell, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "layer", None)

@@ -111,19 +111,6 @@ def test_choice_with_resets_and_noise(backends: Backends, layer: Layer, monkeypa
     assert backends.choose("auto", on_gpu(torch.float32), layer, marks) == "reference"
 
 
-def test_the_choice_leaves_a_free_number_of_steps_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exported programs take any number of steps, also where oneDNN is the fastest for many of them."""
-    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
-
-    class Asks(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + (1.0 if aten.prefers_onednn(x, LAYER) else 2.0)
-
-    program = torch.export.export(Asks(), (torch.zeros(8, 2, 3),), dynamic_shapes=({0: torch.export.Dim("time")},), strict=False)
-    [steps] = program.range_constraints.values()
-    assert steps.upper > 1_000_000
-
-
 def test_on_a_gpu_halves_take_the_persistent_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(persistent, "refusal", refusing(""))
@@ -195,19 +182,6 @@ def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkey
     for y, end in (first, second):
         assert torch.equal(y, expected[0])
         assert torch.equal(end.c, expected[1].c)
-
-
-def test_names_that_people_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(32, 1, 3)
-    monkeypatch.setattr(nvrtc, "available", lambda: "")
-    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
-    assert LSTM.backends.in_use("auto", x, LAYER) == "aten (oneDNN)"
-    assert LSTM.backends.in_use("auto", x, PROJECTED) == "aten (native)"
-    assert LSTM.backends.in_use("auto", x.double(), LAYER) == "manual"
-    assert LSTM.backends.in_use("auto", x.to("meta"), LAYER) == "aten"
-    assert LSTM.backends.in_use("auto", on_gpu(torch.float32), LAYER) == "aten (cuDNN)"
-    monkeypatch.setattr(persistent, "refusal", refusing(""))
-    assert LSTM.backends.in_use("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
 
 
 @pytest.mark.parametrize(("name", "directions"), [("lstm", 1), ("lstm", 2), ("gru", 1)])

@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import subprocess
-from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -42,27 +41,6 @@ def test_words_come_again_as_often_as_chance_has_it(shape: tuple[int, int, int])
         again += int((words[:, 1:] == words[:, :-1]).sum())
         expected += len(words) * together * (together - 1) / 2 / 2**32
     assert abs(again - expected) < 5 * math.sqrt(expected)  # a count of rare events: its deviation is its root
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
-def test_masks_of_neighbours_are_unrelated(p: float) -> None:
-    """Rows of units at distance 1, 2 and 3 in step, layer, time and lane: their covariances have mean 0 and the spread of chance."""
-    steps, layers, times, lanes, units = 6, 4, 8, 8, 256
-    masks = torch.empty(steps, layers, times, lanes, units, dtype=torch.float64)
-    for step, layer in product(range(steps), range(layers)):
-        key = random.fold(random.key(1, 0, step), random.site(f"lstm.l{layer}.dropout"))
-        coords = torch.arange(times)[:, None, None], torch.arange(lanes)[:, None], torch.arange(units)
-        masks[step, layer] = random.keep(key, p, *coords, dtype=torch.float64) > 0
-    standard = (masks - (1 - p)) / math.sqrt(p * (1 - p))
-    fourth = ((1 - 3 * p * (1 - p)) / (p * (1 - p))) ** 2  # of a product of two such numbers
-    for dim, distance in product(range(4), (1, 2, 3)):
-        length = standard.shape[dim] - distance
-        pairs = (standard.narrow(dim, 0, length) * standard.narrow(dim, distance, length)).sum(-1).flatten() / math.sqrt(units)
-        # 72 comparisons: 4.5 deviations happen to one of them by chance once in 2,000 times.
-        where = f"dimension {dim}, distance {distance}"
-        assert abs(pairs.sum().item()) < 4.5 * math.sqrt(len(pairs)), where
-        spread = math.sqrt((2 + (fourth - 3) / units) / len(pairs))
-        assert abs(pairs.square().mean().item() - 1) < 4.5 * spread, where
 
 
 @pytest.fixture(scope="module")

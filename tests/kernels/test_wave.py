@@ -20,7 +20,7 @@ from _problems import Stack, assert_same, each_kind, make, stacks
 
 from carrywave.errors import UserError
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.hopper import recurrence, wave
+from carrywave.kernels.hopper import wave
 from carrywave.kernels.hopper.choice import wave_for
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.weights import LayerWeights
@@ -74,23 +74,6 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
         torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(UserError, match="or to compute many at once"):
         torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=torch.float64), is_grads_batched=True)
-
-
-def test_where_gradients_are_off_nothing_is_kept_for_weights_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    run = recurrence.forward
-
-    def forward(*given: Any) -> None:
-        seen.append(given[4] is not None)
-        run(*given)
-
-    monkeypatch.setattr(recurrence, "forward", forward)
-    layers = [LayerWeights(make(80, 20).requires_grad_(), make(80, 20).requires_grad_())]
-    carries = (Carry(make(1, 3, 20), make(1, 3, 20)),)
-    with torch.no_grad():
-        wave.run(make(4, 3, 20), carries, layers, [None], None, Wave(SHAPE, 1, 4))
-    wave.run(make(4, 3, 20), carries, layers, [None], None, Wave(SHAPE, 1, 4))
-    assert seen == [False, True]
 
 
 @given(

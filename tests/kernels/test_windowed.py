@@ -25,10 +25,8 @@ from _problems import Stack, assert_same, each_kind, stacks
 from carrywave.errors import UserError
 from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
-from carrywave.kernels.hopper import recurrence, stack, wave, windowed
+from carrywave.kernels.hopper import stack, wave, windowed
 from carrywave.kernels.hopper.layout import LayerShape, Wave
-from carrywave.kernels.pass_cache import pass_cache
-from carrywave.kernels.weights import LayerWeights
 from carrywave.kernels.window import Window, WindowChunk
 
 SHAPE = LayerShape(64, 1, 8, 1)
@@ -157,39 +155,6 @@ def test_gradients_asked_for_along_the_way_are_those_of_the_chunk(cell: str, hea
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("reached", [1, 2, 3])  # chunks that a gradient reaches
-def test_derived_weights_that_are_the_same_in_every_chunk_get_one_gradient(reached: int) -> None:
-    """Only the first chunk derives them; their gradient goes through autograd once, with the first chunk's backward."""
-    given_stack = Windowed(2, 9, 4, 6, chunk=4, short=True)
-    given_stack.by[given_stack.window.spans[reached - 1][1] :] = 0.0
-    own = given_stack.layers[0].w_hh
-    once = own * 0.5
-    given_stack.layers[0] = given_stack.layers[0]._replace(w_hh=once)
-    given_stack.window.same.append(once)
-    x = given_stack.x
-    y, _ = wave.run(x, given_stack.carries, given_stack.layers, given_stack.masks, given_stack.lengths, Wave(SHAPE, 1, 9))
-    trained = [own, *(weight for weight in given_stack.weights if weight.is_leaf)]
-    expected = torch.autograd.grad(y, trained, given_stack.by, retain_graph=True)
-    kept, carries = [], given_stack.carries
-    with deferring(given_stack.deferred):
-        for index, (first, end) in enumerate(given_stack.window.spans):
-            entered = carries if index == 0 else detached(carries)
-            y, carries = given_stack.part(index, entered, x[first:end], 4)
-            kept.append((y, carries, entered))
-        roots: list[tuple[Tensor, Tensor]] = []
-        for index in reversed(range(reached)):
-            first, end = given_stack.window.spans[index]
-            pairs = [(kept[index][0], given_stack.by[first:end]), *roots]
-            deferred_gradients.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-            assert (own.grad is None) == (index > 0)
-            token = kept[index][2][0].h.grad
-            assert token is not None
-            roots = [(kept[index - 1][1][0].h, token)]
-    given_stack.deferred.flush()
-    for weight, other in zip(trained, expected, strict=True):
-        torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("given", [False, True])
 def test_a_weight_that_two_layers_share_gets_both_of_its_gradients(given: bool) -> None:
     """`given`: it has a gradient already, to which both are added."""
@@ -213,27 +178,6 @@ def test_a_weight_that_two_layers_share_gets_both_of_its_gradients(given: bool) 
     assert [id(each) for each in ready] == [id(each) for each in weights]
     for weight, other in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.grad, other + float(given), rtol=1e-12, atol=1e-12)
-
-
-def test_weights_are_packed_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_stack, packed, pack = Windowed(2, 8, 3, 6, chunk=4), list[Tensor](), recurrence.pack
-
-    def noted(weights: LayerWeights, *args: Any, **named: Any) -> Any:
-        packed.append(weights.w_ih)
-        return pack(weights, *args, **named)
-
-    monkeypatch.setattr(recurrence, "pack", noted)
-    with pass_cache():
-        for _ in range(2):
-            given_stack.window.kept.clear()
-            given_stack.by_chunks(4)
-        assert [id(each) for each in packed] == [id(layer.w_ih) for layer in given_stack.layers]
-        with torch.no_grad():
-            given_stack.layers[0].w_hh.mul_(2.0)
-        given_stack.at_once(Wave(SHAPE, 1, 8))
-        assert len(packed) == 3  # what was written to is packed again
-    given_stack.at_once(Wave(SHAPE, 1, 8))
-    assert len(packed) == 5
 
 
 def test_chunks_out_of_order_are_refused() -> None:

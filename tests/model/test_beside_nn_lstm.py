@@ -226,26 +226,6 @@ def flat(value: Any) -> list[Any]:
     return [value.detach() if isinstance(value, Tensor) else value]
 
 
-def test_vmap_goes_where_nn_lstm_does_not() -> None:
-    lstms = [cw.LSTM(2, 3, 2, dtype=DOUBLE) for _ in range(3)]
-    x = numbers(4, 5, 2)
-    torch.testing.assert_close(
-        torch.func.vmap(lambda x: lstms[0](x)[0], 1)(x), torch.stack([lstms[0](each)[0] for each in x.unbind(1)]), **TOLERANCE
-    )
-    stacked, buffers = torch.func.stack_module_state(lstms)  # type: ignore[arg-type]
-    bare = copy.deepcopy(lstms[0]).to("meta")
-    ensemble = torch.func.vmap(lambda given, rest: functional_call(bare, (given, rest), (x,))[0])(stacked, buffers)
-    torch.testing.assert_close(ensemble, torch.stack([each(x)[0] for each in lstms]), **TOLERANCE)
-
-    def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
-        found: Tensor = functional_call(lstms[0], given, (x,))[0].square().sum()
-        return found
-
-    of_each = torch.func.vmap(torch.func.grad(loss), (None, 1))(weights_of(lstms[0]), x)
-    whole = torch.func.grad(loss)(weights_of(lstms[0]), x)
-    torch.testing.assert_close({name: each.sum(0) for name, each in of_each.items()}, whole, **TOLERANCE)
-
-
 def refused(doing: Callable[[], Any]) -> str:
     with pytest.raises(UserError) as caught:
         doing()

@@ -9,13 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from carrywave.model.heads.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.heads.classes import Sigmoid, Softmax
-from carrywave.model.heads.crf import CRF
-from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.distributions import DistributionForecast
 from carrywave.model.heads.forecast import Forecast
 from carrywave.model.heads.pooled import PooledNumbers, PooledSigmoid, PooledSoftmax
@@ -155,40 +153,3 @@ def test_weights_of_1_change_no_bit_of_a_gradient_and_weights_of_0_are_missing_t
     assert none_count == 0
     assert total == 0
     assert not any(each.any() for each in none)
-
-
-LENGTHS = torch.tensor([5, 3, 4, 5])
-
-
-def whole_head(name: str) -> tuple[CRF | Ctc, Tensor]:
-    """A head that reads whole sequences, and targets of four."""
-    torch.manual_seed(3)
-    if name == "crf":
-        head: CRF | Ctc = CRF(WIDTH, ["O", "B-a", "I-a"])
-        nn.init.normal_(head.transitions)  # type: ignore[union-attr]
-        target = torch.tensor([[0, 1, 0, 1], [1, 2, 0, -100], [2, 0, 1, 0], [0, -100, 2, 1], [0, -100, -100, 2]])
-        return head.double(), target
-    return Ctc(WIDTH, 3).double(), torch.tensor([[0, 1, 1], [2, -1, -1], [-1, -1, -1], [-100, -100, -100]])
-
-
-@pytest.mark.parametrize("name", ["crf", "ctc"])
-def test_whole_sequences_have_a_weight_each(name: str) -> None:
-    """Against each lane by itself."""
-    head, target = whole_head(name)
-    y = torch.randn(5, 4, WIDTH, dtype=torch.float64, requires_grad=True)
-    weights = torch.tensor([0.5, 0.0, 2.0, 1.0], dtype=torch.float64)
-
-    def lane(number: int) -> tuple[Tensor, Tensor]:
-        own = slice(number, number + 1)
-        return head.loss(y[:, own], target[:, own] if name == "crf" else target[own], LENGTHS[own])
-
-    alone = [lane(number) for number in range(4)]
-    total, count = head.loss(y, target, LENGTHS, weights=weights)
-    expected = torch.stack([loss * weight for (loss, _), weight in zip(alone, weights, strict=True)]).sum()
-    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(count, torch.stack([n * weight for (_, n), weight in zip(alone, weights, strict=True)]).sum().double())
-    parameters = [y, *head.parameters()]
-    found, wanted = (torch.autograd.grad(each, parameters, retain_graph=True) for each in (total, expected))
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
-    ones = head.loss(y, target, LENGTHS, weights=torch.ones(4))
-    torch.testing.assert_close(ones, head.loss(y, target, LENGTHS), rtol=1e-13, atol=0)

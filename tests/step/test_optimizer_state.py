@@ -159,14 +159,3 @@ def test_what_cannot_be_saved_is_named() -> None:
         RunError, match=r"the SGD group setting course is a function; only tensors, numbers, strings, and lists and dictionaries"
     ):
         trainer.state_dict()
-
-
-def test_a_scheduler_goes_on_with_the_optimizer() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    state = cw.Trainer(model, {}, optimizer=optimizer).state_dict()
-    other = net()
-    fresh = torch.optim.SGD(other.parameters(), lr=0.7)
-    cw.Trainer(other, {}, optimizer=fresh).load_state_dict(state)
-    assert torch.optim.lr_scheduler.StepLR(fresh, 2, last_epoch=1).base_lrs == [0.1]

@@ -304,18 +304,6 @@ def test_our_modules_and_those_of_a_promise_are_not_tried(monkeypatch: pytest.Mo
     trainer_of(plain(), Softmax(WIDTH, CLASSES), CHUNKS | GROUPS).step(batch())
 
 
-@pytest.mark.parametrize(("words", "encoder"), [("each sequence alone", Lag(2)), (None, PerFrame())])
-def test_what_looks_into_other_sequences_of_a_lane_is_refused(words: str | None, encoder: nn.Module) -> None:
-    resets = torch.zeros(STEPS, LANES, dtype=torch.bool)
-    resets[7, 0] = resets[11, 1] = resets[20, 1] = True
-    trainer = trainer_of(encoder, Head(), SERIAL)
-    if words is None:
-        trainer.step(batch(resets=resets))
-        return
-    with pytest.raises(PlanError, match=words):
-        trainer.step(batch(resets=resets))
-
-
 def test_a_module_in_one_piece_is_cut_along_lanes() -> None:
     class Centred(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -113,28 +113,6 @@ def test_chunks_are_the_window(
         assert_same(build(pooled=pooled), [batch_of(7, lengths, pooled=pooled)], Plan(chunk_steps=chunk_steps, micro_batches=micro_batches))
 
 
-def test_a_kernel_that_fails_at_the_first_chunk_leaves_the_window_to_another(
-    monkeypatch: pytest.MonkeyPatch, held: list[windowed.StackWindow]
-) -> None:
-    model, batch, plan = build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3)
-    expected = outcome_of(model, batch, plan)[1]
-    run_forward, calls = stack.forward, []
-
-    def failing(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:  # the second layer's first chunk: the first layer's window has begun
-            raise nvrtc.KernelError("out of luck")
-        run_forward(*args)
-
-    monkeypatch.setattr(stack, "forward", failing)
-    held.clear()
-    with pytest.warns(UserWarning, match="it failed: out of luck"):
-        gradients = outcome_of(model, batch, plan)[1]
-    assert len(calls) == 4  # the first layer finishes what it has begun
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], **TOLERANCE)
-
-
 def test_a_kernel_that_fails_later_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run_forward, calls = stack.forward, []
 

@@ -13,8 +13,8 @@ from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import AnyCarries
 from carrywave.model.dropout import check_unwrapped, keyed
+from carrywave.model.heads.scoring import check_weights, for_each_target
 from carrywave.model.over_time.global_norm import has_norms, real_lanes
-from carrywave.model.sample_weights import check_weights, for_each_target
 from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
 

@@ -21,10 +21,10 @@ from carrywave.kernels.carry import AnyCarries
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.forecast import Forecast
+from carrywave.model.heads.scoring import check_weights, for_each_target
 from carrywave.model.over_time.front import shorter
 from carrywave.model.over_time.global_norm import has_norms, real_lanes
 from carrywave.model.recurrent import Recurrent
-from carrywave.model.sample_weights import check_weights, for_each_target
 from carrywave.model.state import Chunk, State
 
 __all__ = ["Chunk", "Stage", "State", "regularize"]

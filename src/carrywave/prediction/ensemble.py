@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from carrywave.data.codec import Codec
 from carrywave.data.files.rows import Row
 from carrywave.errors import DataError, RunError, UserError, option
-from carrywave.model.sample_weights import for_each_target, known
+from carrywave.model.heads.scoring import for_each_target, known
 from carrywave.parallel.world import World
 from carrywave.prediction.evaluation import Details, counted, passes
 from carrywave.prediction.saved_run import Saved, open_run

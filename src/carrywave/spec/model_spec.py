@@ -105,7 +105,7 @@ class ModelSpec(Section):
     pretrained: str | None = Field(
         None,
         description="pretrained embeddings, as text with a token and its numbers on each line, or layers from elsewhere: of torch.nn.LSTM "
-        "or the cell's own module there (.safetensors), LSTMs and GRUs of Keras 3 (.weights.h5, .keras)",
+        "or the cell's own module there (.safetensors)",
     )
 
     @model_validator(mode="after")

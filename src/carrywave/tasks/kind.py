@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from carrywave.data.sequences import Sequences, View
-from carrywave.model.sample_weights import seen
+from carrywave.model.heads.scoring import seen
 from carrywave.tasks.baselines import LINEAR_METRICS, BaselineErrors
 from carrywave.tasks.linear.part import LinearPart
 from carrywave.tasks.metrics.errors import Metric

@@ -1,1 +1,1 @@
-"""Weights from elsewhere: embeddings as text, layers of torch and of Keras."""
+"""Weights from elsewhere: embeddings as text, layers of torch."""

@@ -1,4 +1,4 @@
-"""Loads layers that were trained elsewhere: the weights of a torch.nn.LSTM or of another cell's module, or of Keras' layers (`keras`).
+"""Loads layers that were trained elsewhere: the weights of a torch.nn.LSTM or of another cell's module.
 
 Only the layers are loaded. An embedding or a head from elsewhere would need the vocabulary or the labels that it was trained with.
 """
@@ -15,26 +15,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from carrywave.errors import DataError
-from carrywave.model.pretrained import keras
 from carrywave.model.recurrent import Recurrent
 
-SUFFIXES = (".safetensors", *keras.SUFFIXES)
+SUFFIX = ".safetensors"
 _NAME = re.compile(r"(?P<prefix>(?:.*\.)?)(?P<part>(?:weight|bias)_(?:ih|hh|hr))_l(?P<layer>\d+)(?P<reverse>_reverse)?")
 _MOST_LAYERS = 1000  # more cannot be a file of layers, and would only make the message long
 
 
 def holds_layers(path: str | Path) -> bool:
     """True if a file's name says that it holds layers, and not a text of embeddings."""
-    return str(path).lower().endswith(SUFFIXES)
+    return str(path).lower().endswith(SUFFIX)
 
 
 def read_lstm(path: str | Path) -> dict[str, Tensor]:
     """The layers in a file, under the names of one torch.nn.LSTM."""
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path}: file not found; pass a .safetensors, .weights.h5 or .keras file")
-    if str(path).lower().endswith(keras.SUFFIXES):
-        return keras.read(path)
+        raise DataError(f"{path}: file not found; pass a .safetensors file")
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
+from types import NoneType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,7 @@ _BELOW = (1 << 40) - 1
 Piece = tuple[Mapping[str, Tensor | None], str, int]  # where a weight or buffer is, its name there, and the first element to check
 
 
-@dataclass(frozen=True)
-class WorkerInputs:
+class WorkerInputs(NamedTuple):
     """A description of what one worker was given for a step; checksums of the descriptions are compared."""
 
     batches: str
@@ -67,7 +67,7 @@ class Agreement:
         self._pieces = _pieces(held, model)
         self._steps = 0
         self._given: WorkerInputs | None = None
-        self._on_device: list[Tensor] = []  # checksums of tensors on a GPU
+        self._settings: tuple[tuple[object, ...], str] = ((), "")  # of the optimizer, and in words
         self._rows: tuple[Later, WorkerInputs | None] | None = None
 
     def before(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, earlier: int = 0) -> None:
@@ -78,19 +78,29 @@ class Agreement:
         if self.mesh.world.size == 1:
             return
         own = all(batch.part_of is None for batch in batches)
-        where = " and ".join(f"{_size(b)}, epoch {b.epoch}, step {b.step}" for b in batches) if own else ""
-        contents = 0
-        self._on_device = []
+        where, contents = "", 0
         if own:
+            where = (
+                " of " + " and ".join(f"{_size(b)}, epoch {b.epoch}, step {b.step}" for b in batches) + f", batch {earlier + 1} of the loop"
+            )
             for number, batch in enumerate(batches):
                 contents = _checksum(batch, contents, self._steps + number)
-                given = (batch.inputs, batch.targets, batch.history, batch.resets, batch.weights)
-                self._on_device += [sum_of(tensor, weighted=True) for tensor in given if tensor is not None and tensor.is_cuda]
-        many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
-        what = f"{many} of {where}, batch {earlier + 1} of the loop" if own else many
-        self._given = WorkerInputs(what, _settings(optimizer), contents)
+        self._given = WorkerInputs(f"{len(batches)} batch{'es' * (len(batches) > 1)}{where}", self._settings_of(optimizer), contents)
         if own and (not self._steps or self.mesh.plan.stages > 1):
             self._gather(self._given)
+
+    def _settings_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """The optimizer's settings in words; a learning rate on a GPU is left out, because reading it would block."""
+        values: list[tuple[str, object]] = []
+        for group in optimizer.param_groups:
+            for name, value in group.items():
+                if isinstance(value, Tensor) and not value.is_cuda:
+                    value = float(value)
+                if isinstance(value, int | float | bool | str | tuple | NoneType) and name != "params":
+                    values.append((name, value))
+        if self._settings[0] != (found := tuple(values)):
+            self._settings = found, ", ".join([type(optimizer).__name__, *(f"{name} {value}" for name, value in values)])
+        return self._settings[1]
 
     def no_batch(self) -> None:
         """Raise on all ranks if some take a step while others do anything else."""
@@ -120,8 +130,6 @@ class Agreement:
         assert self._given is not None
         marks = torch.tensor([*before, *self._given.numbers, 0.0], dtype=torch.float64).to(self.device, non_blocking=True)
         row = marks[len(before) :]
-        for found in self._on_device:
-            row[CONTENTS] += found
         for store, name, low in self._pieces_now():
             tensor = store.get(name)
             if tensor is not None:
@@ -205,22 +213,19 @@ def _flat(tensor: Tensor) -> Tensor:
     return flat.contiguous() if flat.numel() > 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
-def sum_of(tensor: Tensor, *, weighted: bool = False) -> Tensor:
-    """A checksum below 2**40, computed on the tensor's device; `weighted` by position, so that the order of the elements matters."""
+def sum_of(tensor: Tensor) -> Tensor:
+    """A checksum below 2**40, computed on the tensor's device."""
     words = _flat(tensor)
-    if words.nbytes % 8 == 0 and not weighted:
-        if words.storage_offset() * words.element_size() % 8:
-            words = words.clone()
+    if words.nbytes % 8 == 0:
+        words = words.clone() if words.storage_offset() * words.element_size() % 8 else words
         total = words.view(torch.int64).sum()  # modulo 2**64
         return ((total ^ (total >> 24)) & _BELOW).to(torch.float64)  # bits 40 to 63 count too
     words = words.view({8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[words.element_size()]).to(torch.int64)
-    if weighted:
-        words = words * (torch.arange(words.numel(), device=words.device) % 65521 + 1)
     return (words.sum() & _BELOW).to(torch.float64)
 
 
 def _checksum(batch: Batch, start: int, turn: int) -> int:
-    """Checksum of the parts of a batch that are in host memory, continuing from `start`."""
+    """Checksum of the parts of a batch that are in host memory, continuing from `start`; on a GPU it would be waited for."""
     for tensor in (batch.inputs, batch.targets, batch.lengths, batch.fresh, batch.lanes, batch.history, batch.resets, batch.weights):
         if tensor is None or tensor.device.type != "cpu":
             continue
@@ -229,16 +234,6 @@ def _checksum(batch: Batch, start: int, turn: int) -> int:
         # Sample a long tensor with a stride, starting at a different element each step.
         start = zlib.crc32((data if rows <= 1 else data[turn % rows :: rows].contiguous()).view(torch.uint8).numpy().data, start)
     return start
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's settings in words; a learning rate on a GPU is left out, because reading it would block."""
-    plain = (int, float, bool, str, tuple, list, type(None))
-    groups: list[str] = []
-    for group in optimizer.param_groups:
-        values = {name: float(value) if isinstance(value, Tensor) and not value.is_cuda else value for name, value in group.items()}
-        groups.append(", ".join(f"{name} {value}" for name, value in values.items() if name != "params" and isinstance(value, plain)))
-    return f"{type(optimizer).__name__}, {' and '.join(groups)}"
 
 
 def _apart(ours: str, theirs: str) -> tuple[str, str]:

@@ -18,10 +18,10 @@ from carrywave.model.heads.classes import Sigmoid, Softmax
 from carrywave.model.heads.crf import CRF
 from carrywave.model.heads.ctc import Ctc
 from carrywave.model.heads.pooled import PooledSigmoid, PooledSoftmax
+from carrywave.model.heads.scoring import check_weights
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.over_time.front import Front
-from carrywave.model.sample_weights import check_weights
 from carrywave.model.stage import check_resets
 from carrywave.spec.train_spec import TrainSpec
 

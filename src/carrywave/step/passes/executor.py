@@ -46,7 +46,7 @@ from carrywave.errors import PlanError
 from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.pass_cache import pass_cache
-from carrywave.model import sample_weights
+from carrywave.model.heads import scoring
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.model.over_time.front import shorter
 from carrywave.model.stage import Stage, regularize
@@ -298,12 +298,12 @@ class Pass:
                 targets = targets[slice(*self.chunks.step_range(task.micro_batch, task.chunk))]
             if job.observe is not None:
                 out = stage.output(y, left, chunk)
-                seen = sample_weights.seen(targets, chunk.weights, pooled=pooled)
+                seen = scoring.seen(targets, chunk.weights, pooled=pooled)
                 job.observe(out, seen, batch.sequence, batch.offset + chunk.start)
                 if targets is not None and not batch.idle:
-                    root, count = stage.score(out, y, left, sample_weights.known(targets), chunk)
+                    root, count = stage.score(out, y, left, scoring.known(targets), chunk)
             elif targets is not None and not idle:
-                root, count = stage.loss(y, left, targets if self.trains else sample_weights.known(targets), chunk)
+                root, count = stage.loss(y, left, targets if self.trains else scoring.known(targets), chunk)
             loss = loss if root is None else root.detach()
         if idle and stage.has_norms and torch.is_grad_enabled():  # norms of other workers wait for this one in backward, too
             root = torch.stack([0.0 * tensor.sum() for tensor in tree_leaves(y)]).sum()

@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from carrywave.data.batch import IGNORED
 from carrywave.data.sequences import UNSEEN
-from carrywave.model.sample_weights import known
+from carrywave.model.heads.scoring import known
 from carrywave.tasks.metrics.errors import Row
 
 TOP = 5  # how many of the most likely labels may be right for the top-5 accuracy
