@@ -18,11 +18,10 @@ from carrywave.runs.display import (
     lasting_console,
     row_line,
     step_line,
-    table_of,
     watcher_for,
     watcher_of_call,
 )
-from carrywave.runs.watcher import Logged, Silent, StepInfo
+from carrywave.runs.watcher import Logged, StepInfo
 
 INFO = StepInfo(epoch=2, epochs=10, step=30, steps=120, loss=2.34567, tokens_per_second=12345.6, waste=0.0123, lr=0.002, eta_seconds=83.4)
 ROW = {"split": "valid", "epoch": 2, "step": 300, "loss": 1.23456, "perplexity": 3.4369}
@@ -121,14 +120,6 @@ def test_the_live_display_shows_the_figures_and_ends_with_the_last_line() -> Non
     assert text.rstrip().endswith("runs/a: loss 1.2")
 
 
-def test_the_live_display_fits_a_narrow_terminal() -> None:
-    on = console(terminal=True, width=80)
-    with RichWatcher(on) as watch:
-        watch.begin("")
-        watch.step(INFO)
-    assert " 30/120 loss 2.3457 12,346 tokens/s padding 1.2% lr 0.002 ETA 1:23" in written(on)
-
-
 def test_the_live_display_is_drawn_at_most_ten_times_a_second() -> None:
     on, clock = console(terminal=True), Hand()
     with RichWatcher(on, clock=clock) as watch:
@@ -153,30 +144,6 @@ def test_a_display_that_is_left_early_gives_the_cursor_back() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         fail()
     assert written(on).count("\x1b[?25l") == written(on).count("\x1b[?25h") == 1
-
-
-def test_the_console_chooses_the_watcher() -> None:
-    assert isinstance(watcher_for(console(terminal=True)), RichWatcher)
-    assert isinstance(watcher_for(console()), PlainWatcher)
-
-
-def test_silence(capfd: pytest.CaptureFixture[str]) -> None:
-    watch = Silent()
-    watch.begin("a")
-    watch.step(INFO)
-    watch.evaluated(ROW)
-    watch.say("b")
-    watch.end("c")
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_table_has_the_columns_of_all_rows() -> None:
-    on = console()
-    on.print(table_of("bench x", [{"who": "ours", "tokens/s": 2.5}, {"who": "theirs", "tokens/s": 1.25, "note": "eager"}]))
-    lines = [line.split() for line in written(on).replace("│", " ").replace("┃", " ").splitlines()]
-    assert ["who", "tokens/s", "note"] in lines
-    assert ["ours", "2.5000"] in lines
-    assert ["theirs", "1.2500", "eager"] in lines
 
 
 class Terminal(io.StringIO):
@@ -233,12 +200,3 @@ def test_a_display_that_cannot_be_written_is_given_up(where: str, monkeypatch: p
     if where != "closed stream":
         os.dup2(os.open(os.devnull, os.O_WRONLY), raw)
         stream.close()
-
-
-def test_a_display_that_can_be_written_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    with watcher_of_call(progress=True) as watch:
-        watch.say("é")
-    assert sys.stdout.getvalue() == "é\n"
-    monkeypatch.setattr(sys, "stdout", None)
-    assert isinstance(watcher_for(lasting_console()), PlainWatcher)

@@ -21,7 +21,6 @@ from carrywave.step.nonfinite import Seen
 from carrywave.step.sync.averaging import Averaging, OuterRule
 from carrywave.step.sync.meeting import joined
 from carrywave.step.sync.pushing import ShareServer
-from carrywave.train.start.summary import _sync
 
 CLOSE = 1e-12  # a dozen additions in float64
 
@@ -139,16 +138,6 @@ def test_the_plan_counts_the_copies(train: dict[str, object], copies: int) -> No
     assert own.optimizer - usual.optimizer == copies * own.parameters
     assert usual.gradients - own.gradients == own.parameters  # nothing is summed in buffers of its own
     assert own.activations == usual.activations
-
-
-def test_the_summary_says_what_replicas_exchange() -> None:
-    told = _sync(parse({"train": {"sync": "diloco"}}).train, Plan(replicas=4))
-    assert told == (
-        "diloco: 4 replicas train on their own; every 50 steps the weights are exchanged and moved by an outer "
-        "step, learning rate 1, momentum 0.5"
-    )
-    told = _sync(parse({"train": {"sync": "async", "max_staleness": 1}}).train, Plan(replicas=2))
-    assert told == "async: 2 replicas push gradients when they are ready, at most 1 step apart; the result depends on timing"
 
 
 def test_targets_of_a_step_that_fp16_skipped_do_not_count() -> None:

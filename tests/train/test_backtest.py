@@ -32,11 +32,6 @@ def from_matrices(matrices: list[np.ndarray], name: str) -> Table:
     return Table(name, columns, np.concatenate(matrices), np.cumsum(lengths) - lengths, lengths, names, codes=codes)
 
 
-def test_the_last_origin_leaves_a_horizon() -> None:
-    rolling = Rolling(horizon=3, stride=2, origins=4)
-    assert rolling.before(20).tolist() == [11, 13, 15, 17]
-
-
 def test_a_table_is_cut_series_by_series() -> None:
     table = from_matrices([np.arange(10.0)[:, None], 100 + np.arange(4.0)[:, None], 200 + np.arange(8.0)[:, None]], "x")
     kept, origins, told = long_enough(table, Rolling(2, 2, 2), before=3)
@@ -149,51 +144,6 @@ def ask(file: Path, tmp_path: Path, *, retrain: bool = False, quantiles: list[fl
     asked = Rolling(stride=2, origins=3)
     known: dict[str, Any] = {"run": tmp_path / "bt", "device": "cpu", "watch": None, "note": print}
     return backtest_spec(parse(spec_for(file, quantiles)), None, asked, retrain=retrain, **(known | how))
-
-
-@pytest.mark.parametrize("retrain", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_forecast_is_that_of_a_file_that_ends_at_its_origin(tmp_path: Path, retrain: bool) -> None:
-    file = table(tmp_path / "all.csv", {"a": 40, "b": 33})
-    found = ask(file, tmp_path, retrain=retrain, quantiles=[0.1, 0.5, 0.9])
-    rows = list(rows_of(found))
-    assert len(rows) == 2 * 3 * 4
-    for origin in range(3):
-        known = truncated(file, tmp_path / "known.csv", 4 + (2 - origin) * 2)
-        folder = tmp_path / "bt" / f"origin-{origin + 1}" if retrain else tmp_path / "bt"
-        wanted = cw.predict(folder, known, device="cpu")
-        mine = [row for number, row in enumerate(rows) if number // 4 % 3 == origin]
-        assert [(row["unique_id"], row["ds"], row["step"]) for row in mine] == [
-            (row["unique_id"], row["ds"], row["step"]) for row in wanted
-        ]
-        for own, row in zip(mine, wanted, strict=True):
-            # Outputs are float32.
-            assert [own[f"q{q}"] for q in (0.1, 0.5, 0.9)] == pytest.approx([row[f"y-q{q}"] for q in (0.1, 0.5, 0.9)], rel=1e-6)
-    truth = {(line.split(",")[0], line.split(",")[1]): float(line.split(",")[2]) for line in file.read_text().splitlines()[1:]}
-    assert all(row["truth"] == truth[row["unique_id"], row["ds"]] for row in rows)
-    # The seasonal-naive forecast is the last value of the same phase that was known.
-    day = np.datetime64(rows[0]["ds"])
-    assert rows[0]["naive"] == pytest.approx(truth["a", str(day - np.timedelta64(6, "D"))], rel=1e-6)
-
-
-def test_what_comes_later_changes_no_forecast(tmp_path: Path) -> None:
-    found = []
-    for place, later in enumerate((0.0, 1000.0)):
-        file = table(tmp_path / f"{place}.csv", {"a": 40, "b": 33}, later=later)
-        made = ask(file, tmp_path / str(place))
-        found.append([row for row in rows_of(made) if row["origin"] == "2024-02-01"])
-        run = tmp_path / str(place) / "bt"
-    assert [row["forecast"] for row in found[0]] == [row["forecast"] for row in found[1]]
-    assert [row["truth"] for row in found[0]] != [row["truth"] for row in found[1]]
-    # Nor does it change the scale of a series that the run has never seen.
-    new = []
-    for place, later in enumerate((0.0, 1000.0)):
-        told: list[str] = []
-        made = backtest_run(
-            run, str(table(tmp_path / f"new-{place}.csv", {"c": 30}, later=later)), Rolling(stride=2, origins=3), "cpu", told.append
-        )
-        new.append([row["forecast"] for row in list(rows_of(made))[:4]])
-        assert any("series c is not in the training data" in line for line in told)
-    assert new[0] == new[1]
 
 
 ENDS = {"b": "2024-02-03", "gone": "2024-01-25"}

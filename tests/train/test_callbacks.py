@@ -15,7 +15,6 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.train.callbacks import check_callbacks
 
 SEQUENCES = [([[float(up), float(step)] for step in range(4)], "up" if up else "down") for up in [0, 1] * 10]
 HOW: dict[str, Any] = {"task": "classification", "batch": {"tokens": 40}}
@@ -115,11 +114,6 @@ def test_what_would_never_be_called_is_refused(given: Any, said: str, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_callback_by_itself_is_not_a_list() -> None:
-    with pytest.raises(UserError, match=r"^callbacks is a Noting, not a list; write callbacks=\[\.\.\.\]$"):
-        check_callbacks(Noting())  # type: ignore[arg-type]
-
-
 SCRIPT = """
 import json, os, sys
 import carrywave as cw
@@ -179,12 +173,3 @@ def test_replicas_that_train_on_their_own_end_at_their_next_meeting(tmp_path: Pa
     ended = under_torchrun(tmp_path / "two", [5, None, {"sync": "local", "sync_every": 4}])
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "two/called-0").read_text().split()[-1] == "8"
-
-
-@pytest.mark.slow
-def test_an_error_ends_all_workers_at_once(tmp_path: Path) -> None:
-    ended = under_torchrun(tmp_path / "two", [None, 3, {}])
-    said = "Stops.on_step raised ValueError: bad day at step 3; correct the callback, "
-    said += "and resume the run, or start it again if it has no snapshot yet"
-    assert sorted(ended.stdout.splitlines()) == [f"0 {said}", f"1 {said}"]
-    assert (tmp_path / "two/called-0").read_text() == "1 2 3 "

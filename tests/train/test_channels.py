@@ -113,28 +113,3 @@ def test_several_series_and_covariates(tmp_path: Path) -> None:
     forecaster = cw.Forecaster.load(tmp_path / "run", device="cpu")
     assert forecaster.targets == ("b", "a")
     assert list(forecaster.predict(frame, future=ahead.drop(columns=["a", "b"])).columns) == ["unique_id", "ds", "b", "a"]
-
-
-def test_one_target_is_the_same_either_way(tmp_path: Path) -> None:
-    frame = wide()[["ds", "a"]]
-    for channels in ("joint", "independent"):
-        cw.fit(MODEL, frame, data={"horizon": 2, "channels": channels}, run=tmp_path / channels, **HOW)
-    one, other = (load_file(tmp_path / name / "weights.safetensors") for name in ("joint", "independent"))
-    assert all(one[name].equal(other[name]) for name in one)
-    assert (tmp_path / "joint/codec.json").read_text() == (tmp_path / "independent/codec.json").read_text()
-
-
-def test_unnamed_series_share_the_scale_of_a_single_one(tmp_path: Path) -> None:
-    values = wide()[list(COLUMNS)].to_numpy()
-    data = {"horizon": 2, "channels": "independent"}
-    codec = cw.fit(MODEL, values, data=data, run=tmp_path / "one", **HOW).task.codec
-    assert codec.names == codec.channels == ("0", "1", "2")
-    told: list[str] = []
-    rows = cw.predict(tmp_path / "one", [values, values[:90]], device="cpu", note=told.append)
-    assert [(row["series"], row["step"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert [row["1"] for row in cw.predict(tmp_path / "one", values, device="cpu")] == pytest.approx(
-        [row["1"] for row in rows[:2]], rel=1e-6
-    )
-    found = cw.evaluate(tmp_path / "one", [values, values[:90]], device="cpu")
-    assert not told
-    assert found["mase"] == pytest.approx(cw.evaluate(tmp_path / "one", values, device="cpu")["mase"], rel=0.5)  # type: ignore[arg-type]

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import carrywave as cw
-from carrywave.cli.main import app
 from carrywave.errors import DataError, SpecError, UserError
-from carrywave.spec.load import load_own, parse
+from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
 
 NAMES = ("york", "leeds", "bath", "new castle", "old sarum", "st albans")
@@ -80,22 +78,6 @@ def test_predictions_are_paths(run: Path) -> None:
     assert found[1]["labels"] == ["O", "O"]
 
 
-def test_the_report_has_spans_by_type(run: Path, tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["report", str(run), "--output", str(tmp_path / "report.html")])
-    assert shown.exit_code == 0, shown.output
-    page = (tmp_path / "report.html").read_text()
-    assert "By type" in page
-
-
-def test_on_the_command_line(run: Path) -> None:
-    shown = CliRunner().invoke(app, ["evaluate", str(run), "--by", "type"])
-    assert shown.exit_code == 0, shown.output
-    assert "span_f1" in shown.output
-    refused = CliRunner().invoke(app, ["evaluate", str(run), "--top", "2"])
-    assert refused.exit_code == 2
-    assert "needs likely labels, but" in refused.output
-
-
 SMALL = {"hidden": 4, "layers": 1, "embedding": 4}
 SPELLED = {**SMALL, "characters": 4}  # which acts if the labels write spans
 QUICK: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 1}}
@@ -151,30 +133,6 @@ def test_data_that_breaks_its_scheme_is_learned_as_it_is_by_default(tmp_path: Pa
     assert "train: 'I-to' after 'O' (sequence 3, step 2) is not BIO, so any may follow any" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("first", [0.0, 0.5])
-def test_a_vocabulary_is_not_read_from_a_cache_of_another_one(first: float, tmp_path: Path) -> None:
-    """model.dropout_rare decides which words it has."""
-    given = [{"tokens": [f"w{number}", *["to"] * 250], "labels": ["O"] * 251} for number in range(8)]
-    data = {"train": str(written(tmp_path / "train.jsonl", given)), "cache": str(tmp_path / "cache")}
-    sizes = {}
-    for share in (first, 0.5 - first):
-        result = cw.fit({**SMALL, "crf": False, "dropout_rare": share}, None, run=tmp_path / f"run{share}", **{**QUICK, "data": data})
-        sizes[share] = result.task.facts.vocabulary
-    assert sizes[0.5] > sizes[0.0]
-
-
-def test_ensembles_are_refused(run: Path) -> None:
-    with pytest.raises(UserError, match=r"chooses whole sequences of labels \(model.crf\), and has no probabilities .*; pass one run"):
-        cw.evaluate([run, run])
-    with pytest.raises(UserError, match=r"chooses whole sequences of labels \(model.crf\)"):
-        list(cw.predict([run, run], rows()[:2]))
-
-
-def test_a_stepper_is_refused(run: Path) -> None:
-    with pytest.raises(UserError, match="a stepper gives its answer before the sequence ends"):
-        cw.stepper(run)
-
-
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
@@ -204,38 +162,3 @@ def test_labels_without_spans_need_no_scheme_and_have_no_spans() -> None:
         cw.fit({**MODEL, "hidden": 2}, given, **how, train={"epochs": 1, "best": "span_f1"})
     with pytest.raises(SpecError, match=r"data.scheme=bio, but 'ADJ' is not a label of it"):
         cw.fit({**MODEL, "hidden": 2}, given, **how, train={"epochs": 1}, data={"scheme": "bio"})
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (
-            {"task": "classification"},
-            r"model.crf chooses the labels of a sequence together, for tagging, not for classification",
-        ),
-        ({"data": {"multi_label": True}}, r"model.crf chooses one label for each step, but data.multi_label allows any number"),
-        ({"train": {"class_weights": "balanced"}}, r"train.class_weights is for losses of single labels, but that of model.crf"),
-        ({"train": {"label_smoothing": 0.1}}, r"train.label_smoothing is for losses of single labels, but that of model.crf"),
-        ({"train": {"best": "top_5_accuracy"}}, r"top_5_accuracy needs scores of single labels, but model.crf chooses whole sequences"),
-        ({"batch": {"lanes": 4}}, r"model.crf reads whole sequences, but a stream is read in windows; set batch.tokens"),
-        ({"plan": {"chunk_steps": 4}}, r"plan.chunk_steps=4 cuts time, but model.crf reads whole sequences; use plan.micro_batches"),
-        ({"plan": {"stages": 2, "share_head": True}}, r"plan.share_head shares the work of single steps, but model.crf reads whole"),
-    ],
-)
-def test_what_it_is_refused_with(asked: dict[str, Any], words: str) -> None:
-    with pytest.raises(SpecError, match=words):
-        parse({"task": "tagging", "model": {"crf": True}, **asked})
-
-
-def test_sequences_have_weights_and_steps_have_none() -> None:
-    how: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 2}, "data": {"share": 0.0, "weight": "weight"}}
-    given = rows()[:12]
-    weighted = [{**row, "weight": 0.0 if number % 2 else 1.5} for number, row in enumerate(given)]
-    left = [{**row, "weight": 1.5} for row in given[::2]]
-    result = cw.fit({**MODEL, "hidden": 4}, weighted, **how)
-    one, other = (cw.evaluate(result.run, some) for some in (weighted, left))  # a sequence of weight 0 is as if it were not there
-    assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-    assert one["span_f1"] == other["span_f1"]
-    by_step = [{**row, "weight": [1.0] * len(row["labels"])} for row in given]
-    with pytest.raises(UserError, match=r"scores each lane as a whole; pass one for each"):
-        cw.fit({**MODEL, "hidden": 4}, by_step, **how)

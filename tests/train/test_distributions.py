@@ -11,7 +11,7 @@ import pytest
 
 import carrywave as cw
 from carrywave.data.prepare import prepare, read_python
-from carrywave.errors import DataError, SpecError
+from carrywave.errors import DataError
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.prediction.outputs import HeadOutputs
 from carrywave.prediction.predict import predict
@@ -122,18 +122,6 @@ def test_what_is_no_count_is_refused_at_reading(tmp_path: Path) -> None:
             r"or more; use data\.distribution=normal or student_t, or round it",
         ):
             prepare(parse(_spec(tmp_path, "poisson")))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"distribution": "poisson", "transform": "log1p"}, r"data\.distribution=poisson is of counts, but transform=log1p makes other"),
-        ({"distribution": "normal", "transform": "diff"}, r"distribution=normal of changes does not add up to one of values"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        parse({"task": "forecasting", "data": data})
 
 
 def test_logs_of_a_normal_distribution_are_undone_in_quantiles_and_paths(tmp_path: Path) -> None:

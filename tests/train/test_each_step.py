@@ -17,8 +17,6 @@ import carrywave as cw
 from _catchments import catchments
 from carrywave.cli.main import app
 from carrywave.errors import UserError
-from carrywave.exporting.run_export import export_run
-from carrywave.plan.units import Units
 from carrywave.prediction.evaluate import evaluate_run
 from carrywave.prediction.predict import predict
 from carrywave.spec.load import parse
@@ -100,22 +98,6 @@ def test_the_nse_loss_is_one_minus_the_nse_with_large_deviations(folder: Path) -
     assert result.metrics["valid"]["loss"] == pytest.approx(rmse**2 / (spread + 0.1) ** 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("to", ["onnx", "torch", "safetensors"])
-def test_export(folder: Path, to: str) -> None:
-    written = export_run(folder / "run", to=to, output=folder / f"export-{to}")
-    description = json.loads(next(path for path in Path(written.folder).iterdir() if path.name.endswith(".json")).read_text())
-    assert [each["column"] for each in description["step"]["x"]] == ["rain", "warmth", *STATIC]
-    assert description["model"]["head"]["outputs"] == 1
-
-
-def test_report(folder: Path) -> None:
-    called = CliRunner().invoke(app, ["report", str(folder / "run")])
-    assert called.exit_code == 0, called.output
-    page = (folder / "run/report.html").read_text()
-    assert "By series" in page
-    assert "NSE" in page
-
-
 def test_rows_with_gaps(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     rows = []
@@ -137,21 +119,6 @@ def test_rows_with_gaps(tmp_path: Path) -> None:
         result.stepper()
 
 
-def test_whole_sequences_both_ways(tmp_path: Path) -> None:
-    rows = [{"steps": np.arange(n, n + 5.0), "labels": np.arange(n, n + 5.0)[::-1].copy()} for n in range(12)]
-    how = {"task": "regression", "data": {"each_step": True}, "batch": {"tokens": 30}, "train": {"epochs": 1}}
-    result = cw.fit({"hidden": 4, "bidirectional": True}, rows, run=tmp_path / "run", device="cpu", **how)
-    assert np.isfinite(result.metrics["valid"]["loss"])
-    assert len(predict(tmp_path / "run", rows, device="cpu")) == 60
-
-
-def test_a_stepper_gives_the_predictions(folder: Path) -> None:
-    given = pd.read_csv(folder / "rivers.csv").head(5)
-    stepper = cw.stepper(folder / "run", device="cpu")
-    found = [float(stepper.step({"b0": row})["b0"]) for row in given[["rain", "warmth", *STATIC]].to_numpy()]
-    assert found == pytest.approx([row["flow"] for row in predict(folder / "run", given, device="cpu")], rel=1e-5)
-
-
 def test_a_batch_without_targets_changes_nothing(tmp_path: Path) -> None:
     frame = catchments(1, 120, holes=0.0)
     frame.loc[30:, "flow"] = np.nan
@@ -161,27 +128,6 @@ def test_a_batch_without_targets_changes_nothing(tmp_path: Path) -> None:
     del asked["data"]["train"]
     result = cw.fit(None, frame, spec=parse(asked), run=tmp_path / "run", device="cpu")
     assert all(torch.isfinite(p).all() for p in result.model.parameters())
-
-
-def test_the_plan_counts_the_head(folder: Path) -> None:
-    result = cw.fit(
-        None, None, spec=parse(sections(folder) | {"train": {"epochs": 1, "max_steps": 1}}), run=folder / "counted", device="cpu"
-    )
-    units = Units.of(result.task.spec, result.task.facts)
-    assert not units.pooled
-    assert sum(unit.parameters for unit in units.units) == sum(p.numel() for p in result.model.parameters())
-
-
-def test_runs_predict_together(folder: Path) -> None:
-    cw.fit(
-        None, None, spec=parse(sections(folder) | {"train": {"epochs": 1, "seed": 2, "loss": "mse"}}), run=folder / "other", device="cpu"
-    )
-    each = [predict(folder / run, folder / "rivers.csv", device="cpu") for run in ("run", "other")]
-    both = predict([folder / "run", folder / "other"], folder / "rivers.csv", device="cpu")
-    assert both[7]["flow"] == pytest.approx((each[0][7]["flow"] + each[1][7]["flow"]) / 2, rel=1e-6)
-    found = evaluate_run([folder / "other", folder / "run"], device="cpu")
-    given = pd.read_csv(folder / "rivers.csv").assign(estimate=[row["flow"] for row in both]).groupby("basin").tail(40).dropna()
-    assert found["rmse"] == pytest.approx(np.sqrt(((given.flow - given.estimate) ** 2).mean()), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from carrywave.errors import RunError
 from carrywave.runs.watcher import Silent, StepInfo
 from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
-from carrywave.train import run_clock
+from carrywave.train import progress
 from carrywave.train.fit import Result, train
 
 TEXT = "the carry is passed along, and work moves through layers and time as a wave. " * 8
@@ -44,7 +44,7 @@ class Watch(Silent):
 
 @pytest.fixture(autouse=True)
 def _tell_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_clock, "TICK_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.0)
 
 
 def spec(folder: Path, **train: Any) -> Spec:
@@ -146,35 +146,6 @@ def test_rows_say_of_how_many_steps_they_are_the_mean(tmp_path: Path) -> None:
     assert len({row["steps"] for row in found}) > 1  # an epoch's end cuts a span short
     train = len(TEXT) * 9 // 10
     assert sum(row["targets"] for row in found) == pytest.approx(2 * train, abs=2 * 4)  # the last of each lane has none
-
-
-def test_an_evaluation_has_a_speed_of_its_own(tmp_path: Path) -> None:
-    watch = Watch()
-    go(spec(tmp_path, epochs=1), tmp_path / "run", watch)
-    during = [info for info in watch.infos if info.phase == "valid"]
-    assert during
-    seconds = [json.loads(line)["seconds"] for line in (tmp_path / "run" / "timing.jsonl").read_text().splitlines() if '"valid"' in line]
-    # The last figure of the evaluation is its tokens over a little less than all its time.
-    assert during[-1].tokens_per_second >= (len(TEXT) // 10 - 1) / seconds[0]
-    assert {info.unit for info in watch.infos} == {"tokens"}
-
-
-def test_the_speed_of_training_does_not_change_while_nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(run_clock.time, "monotonic", lambda: now[0])
-    ours = run_clock.RunClock()
-    ours.count(620)
-    now[0] = 1.0
-    ours.ticked()
-    assert ours.rate == 620
-    now[0] = 2.0
-    ours.shown()
-    assert ours.rate == 620
-    ours.skip(1.0)
-    ours.count(620)
-    now[0] = 3.0
-    ours.ticked()
-    assert ours.rate == 620
 
 
 def test_weights_of_another_vocabulary_are_what_is_recorded(tmp_path: Path) -> None:

@@ -48,14 +48,6 @@ def test_the_metric_decides(best: str, epoch: int, tmp_path: Path, scripted: Non
     assert result.metrics["valid"]["loss"] == (2.0 if best == "accuracy" else 0.3)
 
 
-@pytest.mark.parametrize(("best", "said"), [("accuracy", "best by accuracy: valid loss 2, accuracy 0.75"), ("loss", "best valid loss 0.3")])
-def test_the_last_line_says_by_which_metric(
-    best: str, said: str, tmp_path: Path, scripted: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path / "run", progress=True, best=best, epochs=5)
-    assert said in capsys.readouterr().out.splitlines()[-1]
-
-
 def test_early_stopping_looks_at_the_same_metric(tmp_path: Path, scripted: None) -> None:
     assert fit(tmp_path / "run", best="accuracy", epochs=5, early_stop=2).ending == "early"
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -175,15 +175,6 @@ def test_rows_ahead_that_nothing_reads_are_refused_instead_of_being_taken_for_th
             each.predict(frame, future=future)
 
 
-def test_values_that_train_does_not_have_are_named_also_in_rows_ahead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    data = {"known": ["promo"], "categorical": ["promo"]}
-    frame = FRAME[:40].assign(promo=["none", "flyer"] * 20)
-    forecaster = cw.Forecaster(1, data=data, run=tmp_path / "run", **SMALL).fit(frame, progress=False)
-    future = pd.DataFrame({"unique_id": ["a"], "ds": [DAYS[-1] + pd.Timedelta(days=1)], "promo": ["poster"]})
-    forecaster.predict(future=future)
-    assert "column promo has value 'poster' in 1 row that train does not contain; counted as unknown" in caplog.text
-
-
 def test_a_backtest_forecasts_as_predict_does_from_each_origin(fitted: cw.Forecaster) -> None:
     found = fitted.backtest(FRAME, origins=2, stride=4)
     assert list(found.columns) == ["unique_id", "origin", "ds", "step", "column", "q0.1", "q0.5", "truth", "naive"]
@@ -251,14 +242,6 @@ def test_a_second_fit_is_a_run_of_its_own(tmp_path: Path) -> None:
         cloned(forecaster).fit(frame)
 
 
-def test_new_parameters_change_neither_which_fit_was_the_last_nor_which_folder_is_next(tmp_path: Path) -> None:
-    frame = pd.DataFrame({"ds": range(60), "y": [float(step % 4) for step in range(60)]})
-    forecaster = cw.Forecaster(2, model={"hidden": 4, "layers": 1}, train={"epochs": 1}, run=tmp_path / "run").fit(frame).fit(frame[:50])
-    assert forecaster.set_params(train={"epochs": 2}).run == tmp_path / "run-3"
-    assert forecaster.fit(frame[:50], resume=True).run == tmp_path / "run-2"
-    assert forecaster.set_params(train={"epochs": 3}).fit(frame).run == tmp_path / "run-3"
-
-
 def test_a_run_opened_again_is_fitted_with_its_own_settings(tmp_path: Path) -> None:
     data = {"known": ["price"], "calendar": ["weekday"], "distribution": "normal"}
     model, train = {"hidden": 5, "layers": 2, "linear": 0}, {"epochs": 1, "lr": 0.01}
@@ -270,12 +253,3 @@ def test_a_run_opened_again_is_fitted_with_its_own_settings(tmp_path: Path) -> N
     assert opened.run == tmp_path / "run-2"
     ahead = pd.DataFrame({"unique_id": ["a"] * 3 + ["b"] * 3, "ds": [*pd.date_range("2026-02-10", periods=3)] * 2, "price": 1})
     assert opened.predict(future=ahead).equals(cw.Forecaster.load(tmp_path / "run").predict(FRAME, future=ahead))
-
-
-def test_a_run_from_files_is_fitted_again_with_a_frame(tmp_path: Path) -> None:
-    FRAME[["unique_id", "ds", "y"]].to_csv(tmp_path / "days.csv", index=False, sep=";")
-    data = {"train": str(tmp_path / "days.csv"), "read": {"sep": ";"}, "horizon": 3, "transform": "log1p"}
-    cw.fit(SMALL["model"], None, task="forecasting", data=data, batch=SMALL["batch"], train={"epochs": 1}, run=tmp_path / "run")
-    opened = cw.Forecaster.load(tmp_path / "run").fit(FRAME)
-    assert load_own(tmp_path / "run-2" / "spec.yaml").data.transform == "log1p"
-    assert len(opened.predict()) == 6

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -14,14 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from carrywave import LSTM, Model
+from carrywave import Model
 from carrywave.data.batch import Batch
 from carrywave.data.shuffle import varied_steps
-from carrywave.model.encoders import Embedding
-from carrywave.model.heads.classes import Softmax
-from carrywave.plan.plan import Plan
 from carrywave.prediction.evaluation import evaluate
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
@@ -190,72 +184,6 @@ def test_windows_vary_by_the_seed_and_the_rate_follows_their_length(text: Path, 
     assert len(set(drawn)) == 4  # two seeds, two epochs
 
 
-def test_windows_of_one_length_leave_the_rate_alone(text: Path, tmp_path: Path, seen: list[Seen]) -> None:
-    train(language(text, lr=0.25, optimizer="sgd", epochs=1), run=tmp_path / "run", device="cpu")
-    *whole, last = (length for step in seen for length in step.windows)
-    assert set(whole) == {STEPS}
-    assert 0 < last < STEPS
-    assert {step.lr for step in seen} == {0.25}
-
-
-@pytest.mark.parametrize("chunk_steps", [None, 3])
-@pytest.mark.parametrize(("alpha", "beta"), [(0.0, 0.0), (2.0, 0.0), (0.0, 3.0), (2.0, 3.0)])
-def test_activation_regularisation_reaches_the_gradient(alpha: float, beta: float, chunk_steps: int | None) -> None:
-    """One step of SGD at a rate of 1 takes off the gradient, and that is torch's own of the published means."""
-    draw = torch.Generator().manual_seed(5)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Model(Embedding(9, 5), LSTM(5, 6, 2), Softmax(6, 9)).double()
-    tokens_TB = torch.randint(9, (9, 4), generator=draw)
-    lengths_B = torch.tensor([8, 3, 1, 0])
-    real_TB = torch.arange(8)[:, None] < lengths_B
-    count = int(real_TB.sum())
-
-    copy = copied(model)
-    y_TBW, out_TBV = copy(tokens_TB[:-1])
-    entropy = cross_entropy(out_TBV[real_TB], tokens_TB[1:][real_TB], reduction="sum")
-    loss = entropy / count + alpha * y_TBW[real_TB].square().mean()
-    loss = loss + beta * (y_TBW[1:] - y_TBW[:-1])[real_TB[1:]].square().mean()
-    loss.backward()
-
-    before = weights_of(model)
-    keys = {"optimizer": "sgd", "lr": 1.0, "precision": "fp64", "alpha": alpha, "beta": beta}
-    trainer = Trainer(model, keys, plan=Plan(chunk_steps=chunk_steps), keep_state=False)
-    # As one batch, or as two of different sizes: the means are over all.
-    parts = [slice(0, 4)] if chunk_steps is None else [slice(0, 1), slice(1, 4)]
-    result = trainer.update(*(Batch.of(tokens_TB[:-1, part], tokens_TB[1:, part], lengths_B[part]) for part in parts))
-    # What is reported is the loss of the targets alone.
-    assert float(result.loss_sum) == pytest.approx(entropy.item(), rel=1e-9)
-    taken_off = {name: before[name] - after for name, after in weights_of(model).items()}
-    torch.testing.assert_close(taken_off, copy.gradients(), rtol=1e-9, atol=1e-13)
-
-
-class Copied(nn.Module):
-    """Embedding, nn.LSTM and linear layer with the weights of one of our models."""
-
-    def __init__(self, weights: Tensors, layers: int) -> None:
-        super().__init__()
-        self.own = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-        self.parts: dict[str, dict[str, Tensor]] = {"encoder": {}, "lstm": {}, "head": {}}
-        for name, weight in self.own.items():
-            part, _, rest = name.partition(".")
-            self.parts[part][rest] = weight
-        width, hidden = weights["encoder.weight"].shape[1], weights["head.weight"].shape[1]
-        self.lstm = nn.LSTM(width, hidden, layers, dtype=weights["head.weight"].dtype)
-
-    def forward(self, tokens_TB: Tensor) -> tuple[Tensor, Tensor]:
-        encoder, lstm, head = self.parts.values()
-        y_TBW, _ = torch.func.functional_call(self.lstm, lstm, (encoder["weight"][tokens_TB],))
-        return y_TBW, y_TBW @ head["weight"].T + head["bias"]
-
-    def gradients(self) -> Tensors:
-        return {name: weight.grad for name, weight in self.own.items() if weight.grad is not None}
-
-
-def copied(model: Model, weights: Tensors | None = None) -> Copied:
-    return Copied(weights or weights_of(model), model.lstm.num_layers)
-
-
 @pytest.mark.parametrize(
     ("max_steps", "accumulate"),
     [(1, 1), (4, 1), (BATCHES, 1), (BATCHES + 3, 1), (2, 4), (-(-BATCHES // 4) + 1, 4)],
@@ -314,102 +242,3 @@ def places_of(batch: Batch) -> Tensor:
 
 
 # The rate is cut at step 12, and the best evaluation is that at step 15: what is forgotten of either shows.
-PLATEAU = {"optimizer": "sgd", "lr": 4.0, "schedule": "plateau", "factor": 0.5, "clip": 1.0, "early_stop": 4}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("keys", "stops"),
-    # Just before an evaluation, with it, after it; and with the end of an epoch.
-    [({}, [5, 6, 7, BATCHES]), (PLATEAU, [13, 20])],
-    ids=["constant", "plateau"],
-)
-def test_a_run_that_evaluates_on_the_way_goes_on_bit_for_bit(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], stops: list[int]
-) -> None:
-    spec = language(text, evaluate_every=3, **keys)
-    whole = train(spec, run=tmp_path / "whole", device="cpu")
-    judged = [row["step"] for row in rows(tmp_path / "whole", "valid")]
-    assert len(judged) > 4
-    assert judged[:-1] == list(range(3, 3 * len(judged), 3))
-    if "factor" in keys:
-        valid = [row["loss"] for row in rows(tmp_path / "whole", "valid")]
-        assert (valid.index(min(valid)), whole.ending) == (4, "early")
-    plain = Trainer.update
-    for stop in stops:
-        done = [0]
-
-        def update(self: Trainer, *batches: Batch, stop: int = stop, done: list[int] = done) -> StepResult:
-            done[0] += 1
-            if done[0] == stop:
-                os.kill(os.getpid(), signal.SIGINT)
-            return plain(self, *batches)
-
-        monkeypatch.setattr(Trainer, "update", update)
-        run = tmp_path / str(stop)
-        assert train(spec, run=run, device="cpu").ending == "interrupted"
-        assert done == [stop]
-        resumed = train(spec, run=run, resume=True, device="cpu")
-        assert (resumed.ending, resumed.metrics) == (whole.ending, whole.metrics)
-        for name in ("metrics.jsonl", "weights.safetensors"):
-            assert (tmp_path / "whole" / name).read_bytes() == (run / name).read_bytes()
-
-
-TAGGED: list[tuple[list[int], list[str | None]]] = [
-    ([0, 1, 2, 3, 4], ["a", "b", None, "a", "c"]),
-    ([4, 4, 1], [None, None, None]),
-    ([2, 0], ["b", "b"]),
-    ([3, 1, 0, 0, 2, 1, 4], [None, "a", "a", None, "b", None, None]),
-]
-BALANCED = [9 / (3 * 4), 9 / (3 * 4), 9 / (3 * 1)]  # nine labels count, and of a, b, c there are four, four and one
-
-
-@pytest.mark.parametrize(
-    ("asked", "weights"),
-    [(None, [1.0, 1.0, 1.0]), ({"b": 3.0, "c": 0.5}, [1.0, 3.0, 0.5]), ("balanced", BALANCED)],
-    ids=["none", "given", "balanced"],
-)
-@pytest.mark.parametrize("ignored", [None, -100])
-def test_class_weights_and_ignored_labels_in_a_whole_run(
-    tmp_path: Path, seen: list[Seen], asked: Any, weights: list[float], ignored: int | None
-) -> None:
-    """The one step of a run, and its evaluation, against nn.LSTM and torch's weighted mean over the labels that count."""
-    path = tmp_path / "tagged.jsonl"
-    lines = [{"tokens": tokens, "labels": numbered(labels, ignored)} for tokens, labels in TAGGED]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    named = {str("abc".index(name)): weight for name, weight in asked.items()} if isinstance(asked, dict) else asked
-    spec = parse(
-        {
-            "task": "tagging",
-            "data": {"train": str(path), "valid": str(path)},
-            "model": {"hidden": 5, "layers": 1, "dropout": 0.0, "pool": "last", "bidirectional": False, "front": "none"},
-            "batch": {"tokens": 64},
-            "train": {"optimizer": "sgd", "lr": 1.0, "precision": "fp64", "max_steps": 1, "class_weights": named},
-        }
-    )
-    result = train(spec, run=tmp_path / "run", device="cpu")
-    (step,) = seen
-    weights_V = torch.tensor(weights, dtype=torch.float64)
-    before = copied(result.model, step.before)
-    mean = tagged_mean(before, weights_V)
-    mean.backward()  # type: ignore[no-untyped-call]
-    counted = sum(weights["abc".index(label)] for _, labels in TAGGED for label in labels if label is not None)
-    assert float(step.result.count) == pytest.approx(counted)
-    assert rows(tmp_path / "run", "train")[0]["loss"] == pytest.approx(mean.item(), rel=1e-9)
-    taken_off = {name: step.before[name] - after for name, after in step.after.items()}
-    torch.testing.assert_close(taken_off, before.gradients(), rtol=1e-9, atol=1e-13)
-    after = tagged_mean(copied(result.model, step.after), weights_V)
-    assert result.metrics["valid"]["loss"] == pytest.approx(after.item(), rel=1e-9)
-    plain = tagged_mean(copied(result.model, step.after), torch.ones_like(weights_V))
-    assert result.metrics["valid"].get("unweighted_loss") == (None if asked is None else pytest.approx(plain.item(), rel=1e-9))
-
-
-def numbered(labels: list[str | None], ignored: int | None) -> list[int | None]:
-    return [ignored if label is None else "abc".index(label) for label in labels]
-
-
-def tagged_mean(model: Copied, weights_V: Tensor) -> Tensor:
-    """The mean of torch over all steps of all sequences, each run alone, so that there is no padding."""
-    out_NV = torch.cat([model(torch.tensor(tokens)[:, None])[1][:, 0] for tokens, _ in TAGGED])
-    target_N = torch.tensor([label for _, labels in TAGGED for label in numbered(labels, -100)])
-    return cross_entropy(out_NV, target_N, weight=weights_V)

@@ -10,19 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 import carrywave as cw
-from carrywave.data.batch import Batch
 from carrywave.data.prepare import check_codec
 from carrywave.errors import DataError, UserError
-from carrywave.model.encoders import Numbers
-from carrywave.model.heads.classes import Sigmoid
-from carrywave.model.model import Model
 from carrywave.prediction.saved_run import open_run
-from carrywave.report.page import render
-from carrywave.report.record import read_run
-from carrywave.report.samples import samples_of
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
@@ -126,46 +118,3 @@ def test_the_bias_begins_at_the_log_odds(folder: Path) -> None:
     share = torch.sigmoid(odds)
     assert share.tolist() == pytest.approx(np.mean(rows, axis=0).tolist(), abs=0.06)  # a quarter of the rows is held out
     assert float(cw.evaluate(run, device="cpu")["loss"]) < 3 * math.log(2.0)  # type: ignore[arg-type]
-
-
-def test_several_runs_average_the_probability_of_each_label(folder: Path, whole: Path) -> None:
-    other = learn(folder, "other", "classification", "whole", model={"front": "none"}, train={"seed": 1, "epochs": 2, "lr": 0.01})
-    sample = [{"steps": piece["steps"]} for piece in pieces(4)]
-    each = [cw.predict(run, sample, device="cpu") for run in (whole, other)]
-    for first, second, both in zip(*each, cw.predict([whole, other], sample, device="cpu"), strict=True):
-        for name in NAMES:
-            mean = (first["probabilities"][name] + second["probabilities"][name]) / 2
-            assert both["probabilities"][name] == pytest.approx(mean, abs=2e-6)  # rounded
-    together, alone = (cw.evaluate(runs, folder / "rows.jsonl", device="cpu") for runs in ([whole, whole], whole))
-    assert [together.pop("split"), alone.pop("split")] == [str(folder / "rows.jsonl")] * 2
-    assert together == pytest.approx(alone, rel=1e-9)
-
-
-def test_the_report_has_a_row_for_each_label(by_step: Path) -> None:
-    samples = samples_of(by_step, "cpu")
-    page = render(read_run(by_step), samples)
-    assert "By label" in page
-    assert "label frequencies" in page
-    assert "loss (nats, summed over labels)" in page
-
-
-@pytest.mark.slow
-def test_an_export_gives_logits(by_step: Path, tmp_path: Path) -> None:
-    cw.export(by_step, "onnx", tmp_path / "onnx")
-    described = json.loads((tmp_path / "onnx" / "model.json").read_text())
-    assert described["outputs"][0]["name"] == "logits"
-    assert described["codec"]["label_sets"] == "names"
-    assert described["threshold"] == 0.5
-
-
-def test_own_loop_with_several_labels() -> None:
-    model = Model(Numbers(2), cw.LSTM(2, 5), Sigmoid(5, 3))
-    trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.1, "precision": "fp64"})
-    inputs, targets = torch.randn(4, 2, 2, dtype=torch.float64), (torch.rand(4, 2, 3) < 0.5).double()
-    with torch.no_grad():
-        y, _ = model.double().lstm(inputs)
-        expected = binary_cross_entropy_with_logits(model.head(y), targets, reduction="sum") / 8
-    result = trainer.step(Batch.of(inputs, targets))
-    assert float(result) == pytest.approx(float(expected), rel=1e-12)
-    with pytest.raises(UserError, match="learns 3 labels of which any number holds; pass a float vector of 3"):
-        trainer.step(Batch.of(inputs, torch.zeros(4, 2, dtype=torch.int64)))

@@ -74,21 +74,3 @@ def test_the_process_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Diverged):
         cw.fit({"hidden": 4, "layers": 1}, data, **HOW, train={"epochs": 2, "precision": "fp64", "lr": 1e300}, run="bad")
     assert state() == before
-
-
-def test_one_or_several(tmp_path: Path) -> None:
-    labels = np.array(["a", "b", "c"])[np.arange(len(STEPS)) % 3]
-    result = cw.fit({"hidden": 4, "layers": 1}, (STEPS, labels), **HOW, train={"epochs": 1}, run=tmp_path / "run")
-    given: dict[str, Any] = {"data": (STEPS, labels), "device": "cpu"}
-    one = cw.evaluate(result.run, **given, by="label", top=2)
-    assert one == cw.evaluate(result.run, **given, by=["label"], top=(2,))
-    assert {"by_label", "top_2_accuracy"} <= one.keys()
-
-
-def test_no_rows_no_predictions(tmp_path: Path) -> None:
-    run = cw.fit({"hidden": 4, "layers": 1}, (STEPS, LABELS), **HOW, train={"epochs": 1}, run=tmp_path / "run").run
-    for nothing in ([], (), STEPS[:0], torch.from_numpy(STEPS[:0])):
-        assert cw.predict(run, nothing, device="cpu") == []
-    text: dict[str, Any] = {"batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}, "device": "cpu"}
-    run = cw.fit({"hidden": 4, "layers": 1}, "the carry goes on\n" * 9, task="language", **text, run=tmp_path / "text").run
-    assert cw.predict(run, [], device="cpu") == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import signal
 from collections.abc import Callable
@@ -100,13 +99,6 @@ def test_every_kind_of_data_trains(kind: str, tmp_path: Path) -> None:
         cw.evaluate(result.run, device="cpu")
 
 
-def test_no_plan_is_the_plan_of_the_spec(tmp_path: Path) -> None:
-    spec = {**options("tagging"), "plan": {"chunk_steps": 2}}
-    device = spec.pop("device")
-    result = cw.fit(NARROW, (STEPS, TAGS), spec=spec, plan=None, device=device, run=tmp_path / "run")
-    assert '"chunk_steps": 2' in (result.run / "plan.json").read_text()
-
-
 def test_equal_calls_give_equal_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         torch.manual_seed(len(name) * os.getpid())  # what torch's generator has been doing does not matter
@@ -127,26 +119,6 @@ def test_a_run_is_opened_with_data_from_python(tmp_path: Path) -> None:
     assert np.mean(right) == pytest.approx(result.metrics["test"]["accuracy"])
 
 
-def test_forecasts_of_a_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = cw.fit(NARROW, frame(), run=tmp_path / "run", **options("forecasting"))
-    rows = cw.predict(result.run, frame(), device="cpu")
-    assert len(rows) == 3
-    assert set(rows[0]) >= {"step", "load"}
-    assert capsys.readouterr().out == ""  # from Python, rows are returned and nothing is printed
-    with pytest.warns(UserWarning, match=r"11 of 117 forecasts have less than a season \(12 rows\) before them"):
-        assert cw.evaluate(result.run, frame(), device="cpu")["naive_mae"] > 0  # type: ignore[operator]
-
-
-def test_prompts(tmp_path: Path) -> None:
-    result = cw.fit(NARROW, TEXT, run=tmp_path / "run", **options("language"))
-    one = cw.predict(result.run, prompt="the", tokens=5, device="cpu")
-    several = cw.predict(result.run, ["the", "on"], tokens=5, device="cpu")
-    assert cw.predict(result.run, "the", tokens=5, device="cpu") == one == several[:1]
-    assert [row["prompt"] for row in several] == ["the", "on"]
-    with pytest.raises(DataError, match="prompt 1 must be a string, got int"):
-        cw.predict(result.run, ["the", 3], device="cpu")
-
-
 @pytest.mark.parametrize("make", [Path, str])
 def test_files_are_paths_or_their_names(make: Callable[[Path], Any], tmp_path: Path) -> None:
     names = {part: tmp_path / f"{part}.txt" for part in ("train", "valid")}
@@ -159,23 +131,6 @@ def test_files_are_paths_or_their_names(make: Callable[[Path], Any], tmp_path: P
     # What was read from files can be read again without being told.
     assert cw.evaluate(two.run, device="cpu")["loss"] == pytest.approx(two.metrics["valid"]["loss"], rel=1e-12)
     assert cw.evaluate(one.run, make(names["valid"]), device="cpu")["split"] == str(names["valid"])
-
-
-def test_a_name_that_is_no_file_is_not_taken_for_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("missing.txt", "folder/missing.txt.gz", Path("missing")):
-        with pytest.raises(DataError, match="file not found"):
-            cw.fit(NARROW, name, **options("language"))
-    with pytest.raises(DataError, match=r"data\.train=rows: file not found"):
-        cw.fit(NARROW, "rows", **options("classification"))
-    (tmp_path / "no suffix").write_text(TEXT)
-    with gzip.open("some.txt.gz", "wt") as file:
-        file.write(TEXT)
-    sizes = [cw.fit(NARROW, name, run=name + "-run", **options("language")).model.head.classes for name in ("no suffix", "some.txt.gz")]
-    assert sizes == [len({*TEXT, "<unk>"})] * 2
-    with pytest.raises(DataError, match=r"data mixes files \(valid\) and objects"):
-        cw.fit(NARROW, {"train": TEXT, "valid": Path("some.txt.gz")}, **options("language"))
-    assert not (tmp_path / "runs").exists()
 
 
 class Encoder(nn.Module):
@@ -376,163 +331,10 @@ def test_mistakes_are_one_line(model: Any, how: dict[str, Any], error: type[Exce
     assert "\n" not in str(caught.value)
 
 
-def test_the_encoder_and_the_head_are_modules() -> None:
-    with pytest.raises(UserError, match=r"the encoder of a model must be an nn[.]Module, got function"):
-        cw.Model(lambda x: x, cw.LSTM(4, 6), TagHead())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="got LSTM; build them and use load_state_dict"):
-        cw.Model(Encoder(), nn.LSTM(4, 6), TagHead())  # type: ignore[arg-type]
-    both_ways = cw.Model(Encoder(), cw.LSTM(4, 3, bidirectional=True), TagHead())
-    with pytest.raises(SpecError, match=r"cannot be read backwards; set batch[.]tokens"):
-        cw.fit(both_ways, (STEPS, TAGS), **options("tagging") | {"batch": LANES})
-
-
 # ---- the user's own loop
 
 
-def test_a_batch_of_tensors() -> None:
-    inputs, lengths = torch.zeros(4, 3, 2), [4, 2, 0]
-    batch = cw.Batch.of(inputs, torch.ones(4, 3, dtype=torch.int32), lengths)
-    assert batch.targets is not None
-    assert batch.targets.tolist() == [[1, 1, -100], [1, 1, -100], [1, -100, -100], [1, -100, -100]]
-    assert (batch.real, batch.steps, batch.fresh.tolist(), batch.sequence.tolist()) == (6, 4, [True] * 3, [0, 1, -1])
-    numbers = cw.Batch.of(inputs, torch.ones(4, 3, 2), lengths)
-    assert numbers.targets is not None
-    assert numbers.targets.isnan().sum(0).tolist() == [[0, 0], [2, 2], [4, 4]]
-    pooled = cw.Batch.of(inputs, torch.tensor([5, 6, 7]), lengths, fresh=False, step=3, epoch=1, lanes=[7, 8, 9])
-    assert pooled.targets is not None
-    assert pooled.targets.tolist() == [5, 6, -100]
-    assert (pooled.fresh.tolist(), pooled.step, pooled.epoch, pooled.lanes.tolist()) == ([False] * 3, 3, 1, [7, 8, 9])
-    # As many steps as lanes: only the user knows which is meant.
-    square = cw.Batch.of(torch.zeros(3, 3, 2), torch.ones(3, 3), [3, 2, 0], pooled=True)
-    assert square.targets is not None
-    assert square.targets.isnan().sum(1).tolist() == [0, 0, 3]
-    assert cw.Batch.of(torch.zeros(2, 3)).targets is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"inputs": torch.zeros(4)}, r"inputs have shape \[4\]; pass \[time, lane, …\]"),
-        ({"inputs": torch.zeros(0, 3)}, "at least one step and one lane"),
-        ({"targets": torch.zeros(3, 4)}, r"targets have shape \[3, 4\] for 4 steps and 3 lanes"),
-        ({"targets": torch.zeros(4, 3), "pooled": True}, r"targets have shape \[4, 3\]"),
-        ({"lengths": [4, 5, 1]}, "lengths range from 1 to 5; they must be between 0 and the 4 steps"),
-        ({"lengths": [4, 4]}, r"lengths has shape \[2\] .* pass a whole number for each lane"),
-        ({"lengths": [1.0, 2.0, 3.0]}, "pass a whole number for each lane"),
-        ({"fresh": [1, 0, 1]}, "pass true or false for each lane"),
-        ({"lanes": [0, 1]}, "pass a whole number for each lane"),
-    ],
-)
-def test_a_batch_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        cw.Batch.of(**{"inputs": torch.zeros(4, 3, 2), **arguments})
-
-
-def test_a_loop_with_an_optimizer_and_a_schedule_of_ones_own() -> None:
-    """The same steps written out in plain PyTorch, with nn.LSTM, give the same weights."""
-    torch.manual_seed(1)
-    plain = nn.ModuleList([nn.Linear(2, 4), nn.LSTM(4, 6, 2), nn.Linear(6, 2)]).double()
-    model = cw.Model(nn.Linear(2, 4), cw.LSTM(4, 6, 2), TagHead()).double()
-    for ours, theirs in ((model.encoder, plain[0]), (model.lstm, plain[1]), (model.head.out, plain[2])):
-        ours.load_state_dict(theirs.state_dict())  # type: ignore[union-attr]
-    makers = [lambda parameters: torch.optim.RMSprop(parameters, 1e-2, momentum=0.5)] * 2
-    optimizer, reference = (make(module.parameters()) for make, module in zip(makers, (model, plain), strict=True))
-    schedules = [torch.optim.lr_scheduler.OneCycleLR(each, 2e-2, total_steps=8) for each in (optimizer, reference)]
-    trainer = cw.Trainer(model, {"precision": "fp64", "clip": 0.5}, optimizer=optimizer)
-    x, tags = torch.tensor(STEPS, dtype=torch.float64).transpose(0, 1), torch.tensor(TAGS).T
-    carry = None
-    for step in range(8):
-        if step % 4 == 0:
-            carry = None  # every fourth batch starts anew; the others go on from the carry
-        ours = trainer.step(cw.Batch.of(x, tags, fresh=step % 4 == 0))
-        y, carry = plain[1](plain[0](x), carry)
-        carry = tuple(part.detach() for part in carry)
-        loss = nn.functional.cross_entropy(plain[2](y).flatten(0, 1), tags.flatten())
-        reference.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        reference.step()
-        for schedule in schedules:
-            schedule.step()
-        assert ours.item() == pytest.approx(loss.item(), rel=1e-6)  # step returns float32
-    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] != 1e-2
-    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_padding_changes_nothing_in_ones_own_loop() -> None:
-    x, labels = torch.tensor(STEPS).transpose(0, 1), torch.tensor(LABELS)
-    short = cw.Batch.of(x[:3], labels)
-    padded = cw.Batch.of(torch.cat([x[:3], torch.full_like(x[:2], 9.0)]), labels, [3] * len(labels))
-    trainers = [cw.Trainer(own(Largest), {"optimizer": "sgd", "lr": 0.1}) for _ in range(2)]
-    losses = [trainer.step(batch).item() for trainer, batch in zip(trainers, (short, padded), strict=True)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # float32, summed in another order
-    for a, b in zip(trainers[0].model.parameters(), trainers[1].model.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_dropout_differs_from_step_to_step_and_is_keyed_by_the_cursor() -> None:
-    x, tags = torch.tensor(STEPS).transpose(0, 1), torch.tensor(TAGS).T
-
-    def losses(*steps: int | None) -> list[float]:
-        trainer = cw.Trainer(own(), {"optimizer": "sgd", "lr": 1e-30})
-        return [trainer.step(cw.Batch.of(x, tags, step=step)).item() for step in steps]
-
-    assert len(set(losses(None, None, None))) == 3
-    assert losses(None, None, None) == losses(0, 1, 2)
-    assert losses(5, 5)[0] == losses(5, 5)[1]
-
-
-def test_several_batches_are_one_step() -> None:
-    x, tags = torch.tensor(STEPS, dtype=torch.float64).transpose(0, 1), torch.tensor(TAGS).T
-    options = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
-    models = [cw.Model(nn.Linear(2, 4), cw.LSTM(4, 6), TagHead()) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    one, two = (cw.Trainer(model, options, keep_state=False) for model in models)
-    one.step(cw.Batch.of(x, tags))
-    two.step(cw.Batch.of(x[:, :10], tags[:, :10]), cw.Batch.of(x[:, 10:], tags[:, 10:]))
-    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-
-
-def test_a_trainer_takes_options_from_anywhere_and_says_what_is_wrong() -> None:
-    spec = cw.Spec.model_validate({"train": {"lr": 0.25}})
-    assert [cw.Trainer(own(), each).spec.lr for each in (spec, spec.train, {"lr": 0.25})] == [0.25] * 3
-    with pytest.raises(SpecError, match=r"unknown key train\.rate"):
-        cw.Trainer(own(), {"rate": 1.0})
-    with pytest.raises(UserError, match=r"the module Linear has no loss; .* or wrap your modules: cw.Model"):
-        cw.Trainer(nn.Linear(1, 1))
-    with pytest.raises(UserError, match=r"a trainer needs a cw.Model or an nn.Module, got str"):
-        cw.Trainer("model")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"pools .*, which ends with the batch; pass whole sequences, and remove keep_state"):
-        cw.Trainer(own(Largest), keep_state=True)
-    with pytest.raises(UserError, match="a step needs a batch"):
-        cw.Trainer(own()).step()
-
-
 # ---- cw.LSTM in a plain PyTorch program
-
-
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True, "num_layers": 2}, {"proj_size": 3}])
-def test_the_lstm_drops_in(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    theirs, ours = nn.LSTM(2, 5, **options).double(), cw.LSTM(2, 5, **options).double()
-    ours.load_state_dict(theirs.state_dict())
-    ours.flatten_parameters()
-    x = torch.randn(4, 3, 2, dtype=torch.float64)
-    lengths = torch.tensor([3, 1, 2, 3] if options.get("batch_first") else [4, 1, 2])
-    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False, batch_first=bool(options.get("batch_first")))
-    expected, (h, c) = theirs(packed)
-    expected, _ = nn.utils.rnn.pad_packed_sequence(expected, batch_first=bool(options.get("batch_first")))
-    y, (our_h, our_c) = ours(x, None, lengths)
-    for a, b in ((y, expected), (our_h, h), (our_c, c)):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(ours(x, (h, c))[0], theirs(x, (h, c))[0], rtol=1e-12, atol=1e-14)
-    theirs.load_state_dict(ours.state_dict())
-    again, (our_h, our_c) = ours(packed)
-    again, _ = nn.utils.rnn.pad_packed_sequence(again, batch_first=bool(options.get("batch_first")))
-    for a, b in ((again, expected), (our_h, h), (our_c, c)):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 def test_a_run_begins_with_the_weights_in_the_folder_of_another(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import carrywave as cw
-from carrywave.spec.load import load
 
 RANDOM = np.random.default_rng(1)
 STEPS = RANDOM.normal(3.0, 5.0, size=(24, 6, 2))
@@ -103,18 +102,6 @@ def test_a_series_is_scaled_by_its_own_rows(tmp_path: Path) -> None:
         assert other["0"] == pytest.approx(row["0"] * 1e6, rel=1e-4)  # rounding of the scale, in float32
 
 
-def test_the_batch_is_chosen_written_down_and_kept(tmp_path: Path) -> None:
-    said = Said()
-    call: dict[str, Any] = {"task": "classification", "run": tmp_path / "run", **QUICK}
-    cw.fit({"hidden": 4, "layers": 1}, (STEPS, LABELS), watch=said, **call)
-    chosen = load(tmp_path / "run" / "spec.yaml").batch.tokens
-    assert chosen == 16 * 6
-    assert not any("single step" in line for line in said.lines)
-    longer = {**call, "train": {"epochs": 3, "lr": 1e-2}}
-    cw.fit({"hidden": 4, "layers": 1}, (STEPS, LABELS), resume=True, **longer)
-    assert load(tmp_path / "run" / "spec.yaml").batch.tokens == chosen
-
-
 def test_what_is_odd_about_a_forecast_is_said(tmp_path: Path) -> None:
     said = Said()
     times = pd.bdate_range("2024-01-01", periods=80).delete(40)
@@ -136,12 +123,3 @@ def test_what_is_odd_about_a_forecast_is_said(tmp_path: Path) -> None:
         cw.evaluate(result.run, frame, device="cpu")
     assert {Path(line.filename) for line in (*warned, *also_warned)} == {Path(__file__)}  # not somewhere within the package
     assert [row["day"] for row in rows] == ["2024-04-22", "2024-04-23", "2024-04-24"]
-
-
-def test_prompts_in_a_frame_and_an_unknown_word(tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"task": "language", "data": {"tokens": "word"}, "batch": {"lanes": 2, "steps": 4}}
-    result = cw.fit({"hidden": 4, "layers": 1}, "the carry goes on\n" * 20, run=tmp_path / "run", **asked, **QUICK)
-    prompts = pd.DataFrame({"text": ["the carry", "a zebra"]}, index=[5, 3])
-    rows = cw.predict(result.run, prompts, tokens=2, device="cpu")
-    assert [row["prompt"] for row in rows] == ["the carry", "a zebra"]
-    assert rows == cw.predict(result.run, prompts["text"], tokens=2, device="cpu")

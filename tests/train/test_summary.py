@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from carrywave.data.order import StreamOrder
@@ -21,19 +20,13 @@ from carrywave.model.heads.classes import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
-from carrywave.parallel.links.device_links import DeviceLinks
-from carrywave.parallel.links.group_links import GroupLinks
-from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.sums.device_sums import DeviceSum
-from carrywave.parallel.sums.group_sums import GroupSum
-from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.train.fit import train
-from carrywave.train.start.summary import _count, backends, summarize, transport_of
+from carrywave.train.start.summary import backends, summarize
 
 ORDER = StreamOrder(np.array([5000]), lanes=8, steps=64)
 
@@ -89,38 +82,6 @@ def told(network: Model | OpaqueModel, plan: Plan | None = None) -> list[str]:
     return [line for line in lines if line.startswith("kernels")]
 
 
-def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CARRYWAVE_CAPTURE", raising=False)
-    network = model()
-    assert transport_of(spec(), network, Mesh.alone(torch.device("cpu"))) == ""
-
-    def ways(plan: Plan, *, memory: bool = False, links: bool | None = None, backend: str = "gloo", **train: object) -> str:
-        """`memory`: sums are in device memory; `links`: messages are."""
-        on_device = backend == "nccl"
-        mesh = Mesh.__new__(Mesh)  # without its connections, which need processes
-        mesh.plan, mesh.device, mesh.world = plan, torch.device("cuda"), World(0, 4, 0, 4, torch.device("cuda"), backend)
-        there = memory if links is None else links
-        pair = (
-            DeviceLinks.__new__(DeviceLinks)
-            if there
-            else GroupLinks({}, [], mesh.device, where=mesh.device, exclusive=on_device, on_device=on_device)
-        )
-        mesh.links = pair if plan.stages > 1 else None
-        mesh._all = DeviceSum.__new__(DeviceSum) if memory else GroupSum(cast(dist.ProcessGroup, None), on_device=on_device)
-        return transport_of(spec(**train), network, mesh)
-
-    stages, replicas, both = Plan(1, 4, (1, 2, 3)), Plan(4), Plan(2, 2, (2,))
-    recorded, in_parts = "; whole steps are recorded as CUDA graphs", "; forward and backward are recorded as CUDA graphs"
-    assert ways(stages, memory=True) == f"messages and sums in device memory{recorded}"
-    assert ways(stages, backend="nccl") == f"messages and sums over NCCL{recorded}"
-    assert ways(stages) == "messages and sums over gloo; the host launches every task"
-    assert ways(both, links=True, backend="nccl") == f"messages in device memory, sums over NCCL{recorded}"
-    assert ways(replicas, memory=True) == f"sums in device memory{recorded}"
-    assert ways(replicas) == f"sums over gloo{in_parts}"
-    assert ways(replicas, memory=True, accumulate=2) == f"sums in device memory{in_parts}"
-    assert ways(stages, memory=True, precision="fp64") == "messages and sums in device memory; the host launches every task"
-
-
 def test_the_summary_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(model()) == ["kernels   aten (oneDNN)"]
     assert told(OpaqueModel(nn.Linear(1, 1), loss=lambda out, target: (out.sum(), out.sum()))) == []  # not ours to name
@@ -145,14 +106,6 @@ def test_a_run_keeps_them_with_its_plan(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["backends"] == ["aten (oneDNN)"] * 2
 
 
-def test_one_of_a_kind_is_one() -> None:
-    facts = DataFacts(sequences=1, steps=5000, longest=5000, features=1, outputs=1)
-    lines = summarize(spec(epochs=1), facts, model(), Plan(stages=2, cuts=(2,)), ORDER, "cpu")
-    assert lines[0] == "task      language: 5,000 steps in train, 1 feature"
-    assert any(line.endswith("optimizer steps; 1 epoch") for line in lines)
-    assert "plan      2 stages; cpu, auto" in lines
-
-
 def test_layers_that_read_the_whole_window_have_no_chunks() -> None:
     facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
     lines = summarize(spec(), facts, model(bidirectional=True), Plan(2, chunk_steps=8), ORDER, "cpu")
@@ -171,27 +124,3 @@ def test_layers_that_read_the_whole_window_have_no_chunks() -> None:
 def test_a_batch_is_said_to_be_divided_where_it_is(plan: Plan, said: str) -> None:
     facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
     assert said in summarize(spec(), facts, model(), plan, ORDER, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("count", "noun", "said"), [(1, "epoch", "1 epoch"), (1000, "epoch", "1,000 epochs"), (2, "micro-batch", "2 micro-batches")]
-)
-def test_counts_are_said_in_english(count: int, noun: str, said: str) -> None:
-    assert _count(count, noun) == said
-
-
-@pytest.mark.parametrize(
-    ("train", "replicas", "said"),
-    [
-        (
-            {"sync": "local", "sync_every": 20},
-            2,
-            "local: 2 replicas train on their own; every 20 steps the weights are exchanged and averaged",
-        ),
-        ({"sync": "local"}, 1, "local: one replica, so there is nobody to exchange with"),
-        ({"sync": "async"}, 1, "async: one replica, so there is nobody to exchange with"),
-    ],
-)
-def test_one_replica_exchanges_with_nobody(train: dict[str, Any], replicas: int, said: str) -> None:
-    facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
-    assert f"sync      {said}" in summarize(spec(**train), facts, model(), Plan(replicas), ORDER, "cpu")

@@ -8,17 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor, nn
 
 import carrywave as cw
-from carrywave.data.prepare import prepare
-from carrywave.errors import DataError, RunError, SpecError, UserError
+from carrywave.errors import DataError, RunError, UserError
 from carrywave.model.heads.ctc import Ctc
-from carrywave.report.blocks import Listing
-from carrywave.report.page import render
-from carrywave.report.record import read_run
-from carrywave.report.samples import samples_of
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
@@ -75,17 +69,6 @@ def test_what_cannot_be_predicted_is_refused(folder: Path) -> None:
         cw.stepper(folder / "run", device="cpu")
 
 
-def test_the_report_shows_truth_and_prediction_side_by_side(folder: Path) -> None:
-    samples = samples_of(folder / "run", "cpu")
-    shown = samples[-1]
-    assert isinstance(shown, Listing)
-    assert shown.names[1:] == ("truth", "prediction")
-    assert len(shown.rows) == 20
-    page = render(read_run(folder / "run"), samples)
-    assert "loss (nats per label)" in page
-    assert "label error" in page
-
-
 def test_texts_have_characters_as_labels_and_come_back_as_texts() -> None:
     rows = words(200)
     steps = [np.eye(4)[[list(SOUNDS).index(letter) for letter in row["text"]]] for row in rows]
@@ -132,51 +115,7 @@ def test_a_users_own_head_has_a_loss_and_no_error_rates(tmp_path: Path) -> None:
         cw.predict(result.run, [{"text": "ab"}], model=cw.Model(nn.Embedding(tokens, 6), cw.LSTM(6, 8), Own()))
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"text": "ab", "labels": 3}], "labels is 3; write a list of labels"),
-        ([{"text": "ab", "labels": ["A", None]}], "a label is None"),
-        ([{"text": "ab"}], "has no row with a sequence and a target (a row has text)"),
-        ([{"text": "ab", "labels": []}], "has no labels; add a label to each row, to each step for tagging, any number for transcription"),
-    ],
-)
-def test_rows_that_are_no_transcriptions_are_refused(rows: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
-    spec = parse({"task": "transcription", "data": {"train": written(tmp_path / "rows.jsonl", rows), "share": 0.0}})
-    with pytest.raises(DataError) as no:
-        prepare(spec)
-    assert message in str(no.value)
-
-
 def test_labels_that_do_not_fit_stop_a_run_before_it_begins(tmp_path: Path) -> None:
     data = {"train": written(tmp_path / "rows.jsonl", [{"text": "x", "labels": ["K", "S"]}] * 4), "share": 0.0}
     with pytest.raises(DataError, match=r"train: 4 of 4 sequences have more labels than the model has answers: sequence 0 \(K S\) needs 2"):
         train(parse({"task": "transcription", "data": data}), run=tmp_path / "run", device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"batch": {"lanes": 2, "steps": 8}}, "transcription reads separate sequences; set batch.tokens"),
-        ({"plan": {"chunk_steps": 8}}, "plan.chunk_steps=8 cuts time, but a transcription is scored over all ways to lay it along"),
-        ({"data": {"augment": {"shift": True}}}, "data.augment.shift moves steps"),
-        ({"train": {"best": "accuracy"}}, "train.best=accuracy is not a metric of transcription; use loss, label_error, sequence_error"),
-        ({"model": {"upsample": 5000}}, "model.upsample is 5000; use at most 4096"),
-    ],
-)
-def test_specs_that_cannot_be_are_refused(spec: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError) as no:
-        parse({"task": "transcription", **spec})
-    assert message in str(no.value)
-
-
-def test_targets_of_a_users_loop_are_checked() -> None:
-    trainer = cw.Trainer(cw.Model(nn.Linear(2, 3), cw.LSTM(3, 4), Ctc(4, 3)), {"lr": 0.1})
-    x = torch.randn(5, 2, 2)
-    for targets, message in (
-        (torch.rand(2, 3), r"learns labels in a row; pass whole numbers \[lane, labels\], with -1 after the last label"),
-        (torch.tensor([[0, 3], [1, -1]]), r"the targets contain label 3, but the head knows 0 to 2"),
-    ):
-        with pytest.raises(UserError, match=message):
-            trainer.step(cw.Batch.of(x, targets, pooled=True))
-    assert float(trainer.step(cw.Batch.of(x, torch.tensor([[0, 2], [1, -1]]), pooled=True))) > 0

@@ -14,15 +14,10 @@ import carrywave as cw
 from carrywave.data.prepare import from_python
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
-from carrywave.report.blocks import Listing
-from carrywave.report.samples import samples_of
-from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.load import parse
-from carrywave.tasks.baselines import errors_of
 from carrywave.tasks.first_weights import class_counts, label_counts
 from carrywave.tasks.mase_scale import change
 from carrywave.tasks.ridge import fit_line
-from carrywave.tasks.views import Naive
 from carrywave.train.backtest import Rolling, backtest_run
 
 MODEL = {"hidden": 6, "layers": 1, "dropout": 0.0}
@@ -135,19 +130,6 @@ def fitted(frame: pd.DataFrame, folder: Path, **data: Any) -> Path:
     return folder / "run"
 
 
-def test_changes_add_up_over_a_day_of_weight_0(tmp_path: Path) -> None:
-    frame = table()
-    run = fitted(frame, tmp_path, transform="diff")
-    origins = range(47, 57)
-    made = np.array([[row["y"] for row in cw.predict(run, frame[: origin + 1].drop(columns="w"))] for origin in origins])
-    truth, weights = (np.array([frame[name][origin + 1 : origin + 4] for origin in origins]) for name in ("y", "w"))
-    expected = float(np.abs(made - truth)[weights > 0].mean())
-    assert cw.evaluate(run)["mae[y]"] == pytest.approx(expected, rel=1e-4)
-    assert cw.evaluate([run, run], str(tmp_path / "table.csv"))["mae[y]"] == pytest.approx(
-        cw.evaluate(run, str(tmp_path / "table.csv"))["mae[y]"], rel=1e-9
-    )
-
-
 def test_a_backtest_does_not_score_days_of_weight_0(tmp_path: Path) -> None:
     frame = table()
     run = fitted(frame, tmp_path)
@@ -166,16 +148,6 @@ def test_a_backtest_does_not_score_days_of_weight_0(tmp_path: Path) -> None:
 def series_of(weights: list[float]) -> Sequences:
     rows = np.random.default_rng(1).normal(size=(len(weights), 1)).astype(np.float32)
     return Sequences(rows, np.array([0]), np.array([len(rows)]), step_weights=np.array(weights, np.float32))
-
-
-def test_a_step_ahead_without_targets_makes_no_baseline_better() -> None:
-    data, spec = series_of([1.0, 1.0, 0.0, 1.0]), DataSpec(horizon=3, quantiles=[0.5])
-    one = np.array([0])
-    found = errors_of(Naive(data, one, 3, 1, "last"), data, spec, one, np.ones((1, 1))).metrics("last", point=True)
-    gaps = np.abs(data.inputs[[1, 3], 0] - data.inputs[0, 0]).astype(np.float64)
-    assert found["last_mae"] == pytest.approx(gaps.mean())
-    assert found["last_rmse"] == pytest.approx(np.sqrt((gaps**2).mean()))
-    assert found["last_pinball"] == pytest.approx(gaps.mean() / 2)
 
 
 def test_the_line_learns_nothing_from_weight_0_and_twice_from_weight_2() -> None:
@@ -201,20 +173,3 @@ def test_the_seasonal_change_within_train_leaves_out_rows_of_weight_0() -> None:
     rows = np.array([[1.0], [2.0], [900.0], [4.0], [6.0]])
     assert change(rows, 1, np.array([0]), real=np.array([True, True, False, True, True])[:, None]).tolist() == [1.5]
     assert change(rows, 1, np.array([0]), real=np.array([True, False, True, False, True])[:, None]).tolist() == [0.0]
-
-
-def test_a_part_with_weights_only_in_the_rows_before_it_is_refused(tmp_path: Path) -> None:
-    frame = table().assign(w=[1.0] * 36 + [0.0] * 24)
-    spec = parse({"task": "forecasting", "data": {"weight": "w", "horizon": 3, "split": [0.6, 0.2, 0.2]}})
-    with pytest.raises(DataError, match="valid: every weight in it is 0"):
-        from_python(frame, spec)
-
-
-def test_a_report_shows_no_transcription_of_weight_0(tmp_path: Path) -> None:
-    rows = [{"tokens": ["a", "b", "a"], "labels": ["ab", "b"][n % 2], "weight": float(n % 2)} for n in range(12)]
-    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = {"train": str(tmp_path / "t.jsonl"), "valid": str(tmp_path / "t.jsonl"), "weight": "weight"}
-    cw.fit(MODEL, None, spec={"task": "transcription", "data": data, "train": {"epochs": 1}}, run=tmp_path / "run")
-    found = samples_of(tmp_path / "run", "cpu")[-1]
-    assert isinstance(found, Listing)
-    assert [truth for _, truth, _ in found.rows] == ["b"] * 6

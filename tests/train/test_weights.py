@@ -14,10 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.prediction.ensemble import evaluate_together
 from carrywave.prediction.evaluate import evaluate_run
-from carrywave.prediction.evaluation import Details
-from carrywave.prediction.saved_run import open_run
 
 MODEL = {"hidden": 6, "layers": 1, "dropout": 0.0}
 HOW: dict[str, Any] = {"batch": {"tokens": 64}, "train": {"epochs": 2, "lr": 0.05, "precision": "fp64"}}
@@ -101,16 +98,6 @@ def test_forecasts_leave_out_rows_of_weight_0(tmp_path: Path) -> None:
     assert weighted["mae"] < unweighted["mae"]
     assert weighted["naive_mae"] < unweighted["naive_mae"]
     assert len(forecaster.predict(frame.drop(columns="w"))) == 2
-
-
-def test_members_of_an_ensemble_are_weighted_alike(tmp_path: Path) -> None:
-    x, y, w = arrays()
-    cw.fit(MODEL, {"train": (x, y, w), "valid": (x, y, w)}, task="classification", **HOW, run=tmp_path / "run")
-    saved = open_run(tmp_path / "run", "cpu")
-    parts = [saved.task.part("valid", cw.data.prepare.read_python((x, y, w), saved.task.codec, saved.spec))] * 2
-    found = evaluate_together([saved, saved], parts, Details())
-    alone = evaluate_run(tmp_path / "run", data=(x, y, w))
-    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
 
 
 def test_every_step_transcriptions_and_distributions_are_weighted(tmp_path: Path) -> None:

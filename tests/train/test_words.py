@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 import carrywave as cw
-from carrywave.errors import DataError
-from carrywave.exporting.run_export import export_run
 from carrywave.prediction.saved_run import open_run
-
-HAS_ONNX = all(find_spec(name) is not None for name in ("onnx", "onnxruntime"))
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
@@ -60,29 +51,3 @@ def test_unknown_words_are_learned_from_rare_ones_or_mean_nothing(tmp_path: Path
     no_rare_words = [{"tokens": ["Ann", "runs"], "labels": ["name", "verb"]}] * 10
     small = cw.fit({"hidden": 4}, no_rare_words, task="tagging", train={"epochs": 1}, run=tmp_path / "small", device="cpu")
     assert not bool(small.model.encoder.weight[-1].any())
-
-
-@pytest.mark.slow
-def test_other_runtimes_get_words_and_their_characters(tmp_path: Path) -> None:
-    """An export compares itself with the run."""
-    fitted(tmp_path / "run", 50, train={"lr": 0.02, "epochs": 1})
-    export_run(tmp_path / "run", "torch", tmp_path / "torch")
-    about = json.loads((tmp_path / "torch" / "model.json").read_text())
-    assert [port["name"] for port in about["inputs"]] == ["x", "characters", "lengths"]
-    saved = open_run(tmp_path / "run", "cpu", None, whole=True)
-    codec, words = saved.task.codec, ["Abing", "qously", "dly"]
-    x = torch.from_numpy(codec.spelled(codec.tokens.word_ids(words), words)).long()[None]  # type: ignore[attr-defined]
-    program = torch.export.load(tmp_path / "torch" / "model.pt2").module()
-    logits = program(x[..., 0], x[..., 1:], torch.tensor([3]))[0]
-    assert [codec.labels[place] for place in logits[0].argmax(-1)] == outputs(tmp_path / "run", [{"tokens": words}])[0]
-    if HAS_ONNX:
-        export_run(tmp_path / "run", "onnx", tmp_path / "onnx")
-
-
-def test_a_stepper_takes_words_one_at_a_time(tmp_path: Path) -> None:
-    fitted(tmp_path / "run", 50, more={"bidirectional": False}, train={"lr": 0.02, "epochs": 1})
-    stepper, words = cw.stepper(tmp_path / "run", device="cpu"), ["Abing", "qously", "dly"]
-    found = [stepper.labels[int(stepper.step({"a": word})["a"].argmax())] for word in words]
-    assert found == outputs(tmp_path / "run", [{"tokens": words}])[0]
-    with pytest.raises(DataError, match="which an id does not tell"):
-        stepper.step({"a": 3})

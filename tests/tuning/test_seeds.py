@@ -103,14 +103,6 @@ def test_the_command_says_how_to_predict_with_all(tmp_path: Path) -> None:
     assert refused.exit_code == 2
 
 
-@pytest.mark.usefixtures("_quick_runs")
-def test_each_seed_that_holds_out_its_own_rows_is_told(tmp_path: Path) -> None:
-    lines: list[str] = []
-    spec = parse({"task": "classification", "data": {"train": "a.jsonl"}})
-    train_seeds(spec, 1, run=tmp_path / "r", where=("cpu", None), say=lines.append)
-    assert "set data.valid" in lines[0]
-
-
 @pytest.mark.slow
 def test_real_runs_are_trained_searched_and_joined(tmp_path: Path) -> None:
     """With real processes: seeds, their ensemble, a search over the same spec, and the best spec trained."""

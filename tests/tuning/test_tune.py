@@ -106,15 +106,6 @@ def test_a_trial_that_the_machine_or_somebody_else_ended_goes_on_with_the_search
     assert found.best.model.hidden == hidden
 
 
-def test_a_folder_that_a_search_had_just_begun_when_it_was_killed_is_free(tmp_path: Path) -> None:
-    folder = tmp_path / "s"
-    folder.mkdir()
-    (folder / "tune.yaml").write_text("task: lang")
-    (folder / ".tune.yaml.tmp").write_text("task: l")
-    assert len(tune(folder, {"train.lr": RATES}, trials=1).rows) == 1
-    assert "classification" in (folder / "tune.yaml").read_text()
-
-
 def test_a_trial_that_goes_on_without_its_killed_search_is_waited_for(tmp_path: Path) -> None:
     lines: list[str] = []
     (tmp_path / "trial-1").mkdir()
@@ -127,18 +118,6 @@ def test_a_trial_that_goes_on_without_its_killed_search_is_waited_for(tmp_path: 
     )
     assert (why, ended) == (None, [0])
     assert "trial-1 is still being trained by a process that was started before; waiting for it to end" in lines[0]
-
-
-def test_a_search_is_not_resumed_on_other_data_than_its_trials_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "b.jsonl"):
-        Path(name).write_text('{"steps": [[1.0]], "label": "x"}\n')
-    tune(tmp_path / "s", {"train.lr": RATES}, trials=1)
-    tune(tmp_path / "s", {"train.lr": RATES}, trials=2, resume=True)
-    with Path("b.jsonl").open("a") as file:
-        file.write('{"steps": [[2.0]], "label": "y"}\n')
-    with pytest.raises(RunError, match=r"the data has changed since the first trials of .* \(b.jsonl\).*; restore the old data, or start"):
-        tune(tmp_path / "s", {"train.lr": RATES}, trials=4, resume=True)
 
 
 def _stop_when(there: Callable[[], bool]) -> threading.Thread:

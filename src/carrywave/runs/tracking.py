@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, Self
 
 from carrywave import __version__
 from carrywave.errors import SpecError, one_line
+from carrywave.runs.event_file import EventFile
 from carrywave.spec.spec import Spec
 
 EVENTS, FOLDER = "tb", "tracking"  # within the run's
@@ -46,30 +47,23 @@ class TensorBoard:
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
         self._folder = folder / EVENTS
-        self._file: Any = None
+        self._file: EventFile | None = None
 
     def open(self, after: int | None) -> None:
-        # Its own writer works in a thread, which prints a traceback where the disk is full; and torch's takes a second to import.
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-
         self._folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = RecordWriter((self._folder / name).open("wb", buffering=0))
-        self._write(file_version="brain.Event:2")
-        if after is not None:  # TensorBoard discards what an earlier file has from this step on
-            self._write(step=after + 1, session_log={"status": "START"})
+        self._file = EventFile(self._folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
+        if after is not None:
+            self._file.restart(after + 1)
 
     def add(self, row: Row) -> None:
-        values = [{"tag": f"{row['split']}/{name}", "simple_value": value} for name, value in row.items() if isinstance(value, float)]
-        self._write(step=row["step"], summary={"value": values})
+        assert self._file is not None
+        step = row["step"]
+        assert isinstance(step, int)
+        self._file.scalars(step, {f"{row['split']}/{name}": value for name, value in row.items() if isinstance(value, float)})
 
     def close(self, how: TrackerEnding) -> None:
-        self._file.close()
-
-    def _write(self, **event: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-
-        self._file.write(Event(wall_time=time.time(), **event).SerializeToString())
+        if self._file is not None:
+            self._file.close()
 
 
 class Mlflow:

@@ -136,7 +136,7 @@ def plan_file(ready: Ready, trainer: Trainer) -> dict[str, Any]:
     """The plan, what computes the layers under it, and where the workers sit."""
     mesh, seats = trainer.mesh, [asdict(seat) for seat in trainer.mesh.seats()]
     named = backends(ready.spec, trainer.model, trainer.plan, ready.order, str(mesh.world.device))
-    return asdict(trainer.plan) | {"backends": named, "transport": transport_of(ready.spec, trainer.model, mesh), "workers": seats}
+    return asdict(trainer.plan) | {"backends": named, "transport": transport_of(mesh), "workers": seats}
 
 
 def started(loop: Loop) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import raise_on_all
 from carrywave.prediction.evaluation import evaluate as evaluate_part
 from carrywave.runs.run import Run
-from carrywave.runs.watcher import StepInfo, Watcher
+from carrywave.runs.watcher import Watcher
 from carrywave.step.nonfinite import BACK_FACTOR, Seen
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.result import StepResult
@@ -41,8 +41,7 @@ from carrywave.train.checkpointer import Checkpointer
 from carrywave.train.evaluations import DataParts, Stopped, improves, leave_if_asked, score_of
 from carrywave.train.loop_state import Ending, LoopState
 from carrywave.train.nonfinite_steps import check_can_go_back, handle_nonfinite, went_back
-from carrywave.train.run_clock import RunClock
-from carrywave.train.step_reports import batches_of_epoch, info_of, mean_loss, moment_of, place_of, train_row
+from carrywave.train.progress import Progress, place_of
 
 LOOK_EVERY = 8  # steps between two checks of what a GPU has computed, with several workers
 
@@ -70,15 +69,14 @@ class Loop:
         )
         self.state, self.checkpointer = LoopState.start(trainer.device), checkpointer
         self.callbacks = callbacks or Callbacks((), trainer.mesh.world)
-        self.meetings = (
-            None if trainer.sync is None else Meetings(trainer.mesh, trainer.sync)
-        )  # of replicas that do not exchange at every step
-        self.clock = RunClock()
+        # Of replicas that do not exchange at every step.
+        self.meetings = None if trainer.sync is None else Meetings(trainer.mesh, trainer.sync)
         self.stop: Stop | None = None  # what evaluations check; None: they are never left early
         # Windows of varying length make the number of windows vary by epoch; otherwise one epoch stands for all.
         epochs = spec.train.epochs if spec.batch.vary else 1
         counted = sum(-(-self.order.num_steps(epoch) // spec.train.accumulate) for epoch in range(epochs))
         self.total_steps = min(counted * spec.train.epochs // epochs, spec.train.max_steps or math.inf)
+        self.progress = Progress(task, run, watch, self.total_steps)
 
     @property
     def trains(self) -> bool:
@@ -209,7 +207,7 @@ class Loop:
         at.batch += len(group)
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
         at.cells = [at.cells[0] + real, at.cells[1] + padded]
-        self.clock.count(real)
+        self.progress.count(real)
         meetings = self.meetings
         reason = self._on_its_own(meetings, result, stop) if meetings is not None else self._in_step(result, stop)
         if self.callbacks.on_step(lambda: self.moment("train", {}, result), agree=meetings is None or at.met == at.step):
@@ -223,11 +221,11 @@ class Loop:
         alone = self.trainer.plan.workers == 1
         # Workers check at the same steps, not by their own clocks, so that all of them stop at the same one. If any of them has a GPU,
         # which runs asynchronously, none checks at every step.
-        look = self.trainer.agreement.at_once or (self.clock.due() if alone else at.step % LOOK_EVERY == 0)
+        look = self.trainer.agreement.at_once or (self.progress.due if alone else at.step % LOOK_EVERY == 0)
         if look:
             self.check()
-        if self.clock.due():
-            self._tick(result)
+        if self.progress.due:
+            self.progress.show_step(at, self.order.num_steps(at.epoch), result)
         if at.step % self.spec.train.log_every == 0:
             self.write_row()
         return stop.asked if alone else stop.decided(result.votes.tolist()) if look else None
@@ -239,8 +237,8 @@ class Loop:
         """
         train, at, sync = self.spec.train, self.state, meetings.sync
         meetings.add(result)
-        if self.clock.due():
-            self._tick(result)
+        if self.progress.due:
+            self.progress.show_step(at, self.order.num_steps(at.epoch), result)
         last = at.batch >= self.order.num_steps(at.epoch) or at.step == train.max_steps
         if not sync.due(at.step, last=last):
             return None
@@ -287,14 +285,7 @@ class Loop:
     def write_row(self) -> None:
         """Write one row of metrics for the steps since the last one."""
         self.check()
-        at = self.state
-        row = train_row(at, self.spec.train)
-        if row is None:
-            return
-        self.folder.write_metrics(row)
-        seconds, rate = self.clock.lap()
-        self.folder.write_timing(place_of(at) | {"seconds": seconds, "tokens_per_second": rate})
-        at.logged()
+        self.progress.write_steps(self.state)
 
     def _evaluate(self) -> None:
         """Evaluate, pass the result to the schedule and to weight averaging, keep the best weights, and decide on early stopping."""
@@ -341,41 +332,21 @@ class Loop:
 
         `trained`: beside the loss stands that of training since the last evaluation, as it was computed there, with dropout.
         """
-        at = self.state
-        started = time.monotonic()
-        tokens = int(part.view.lengths.sum())
+        at, trainer, started = self.state, self.trainer, time.monotonic()
 
         def tick(done: int, total: int) -> None:
             heartbeat.mark()
             if done < total:
-                leave_if_asked(self.stop, self.trainer.mesh.world, done)
-            if self.clock.due():
-                self.clock.shown()
-                rate = tokens * done / total / max(time.monotonic() - started, 1e-9)
-                self.watch.step(self._info(part.name, done, total, None, rate))
+                leave_if_asked(self.stop, trainer.mesh.world, done)
+            self.progress.show_evaluation(at, part, done, total, started)
 
-        trainer = self.trainer
         kept = trainer.stage, trainer.capture, trainer.evaluation_trial
         values = evaluate_part(trainer.model, self.task, part, mesh=trainer.mesh, stage=kept[0], capture=kept[1], trial=kept[2], tick=tick)
         place = place_of(at, part.name) | ({} if weights_step is None else {"weights_step": weights_step})
-        if trained and (train_loss := at.train_loss()) is not None:
-            place["train_loss"] = train_loss
-        self.folder.write_metrics({**place, **values})
-        seconds = time.monotonic() - started
-        self.folder.write_timing({name: value for name, value in place.items() if name != "train_loss"} | {"seconds": seconds})
-        self.watch.evaluated({**place, **values})
-        self.clock.skip(seconds)  # it is no time of steps
+        train_loss = at.train_loss() if trained else None
+        self.progress.write_evaluation(place, values, {} if train_loss is None else {"train_loss": train_loss}, started)
         return values
-
-    def _tick(self, result: StepResult) -> None:
-        self.clock.ticked()
-        batches = batches_of_epoch(self.state, self.spec.train, self.order.num_steps(self.state.epoch))
-        self.watch.step(self._info("train", self.state.batch, batches, mean_loss(result)))
 
     def moment(self, split: str, metrics: Mapping[str, float], result: StepResult | None = None) -> Moment:
         """Where the run is, for a callback."""
-        return moment_of(self.state, self.spec.train, self.folder.path, split, metrics, result)
-
-    def _info(self, phase: str, done: int, total: int, loss: float | None, rate: float | None = None) -> StepInfo:
-        at, train, unit = self.state, self.spec.train, "tokens" if self.task.facts.vocabulary else "steps"
-        return info_of(at, train, self.clock, self.total_steps, phase=phase, done=done, total=total, loss=loss, unit=unit, rate=rate)
+        return self.progress.moment(self.state, split, metrics, result)

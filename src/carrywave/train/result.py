@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from carrywave.data.batch import Batch
 from carrywave.data.loader import build
 from carrywave.data.order import Cursor, Window
 from carrywave.data.prepare import read_python
-from carrywave.prediction.stepper import Stepper
 from carrywave.tasks.task import Task
 from carrywave.train.loop_state import Ending
+
+if TYPE_CHECKING:
+    from carrywave.prediction.stepper import Stepper
 
 
 @dataclass(frozen=True)
@@ -64,4 +66,6 @@ class Result:
 
     def stepper(self) -> Stepper:
         """The trained model, to be fed step by step for many clients at once, with the weights that it has now; as `cw.stepper(run)`."""
+        from carrywave.prediction.stepper import Stepper
+
         return Stepper(deepcopy(self.model), self.task)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from carrywave.data.prepare import digests_of
 from carrywave.errors import ResourceError, RunError, SpecError, UserError, option
 from carrywave.runs import output_file
 from carrywave.runs.checkpoint import atomic_files
@@ -141,7 +140,6 @@ def run_search(
             study = open_study(folder)
             _check_same(folder, study, None if base is None else _plain(base), space, seed)
         search = _Search(folder, study, options)
-        search.check_data()
         until = None if options.seconds is None else time.monotonic() + options.seconds
         why = run_children(search.next_child, places, search.look, search.ended, until=until, say=options.say)
         return search.result(why)
@@ -201,18 +199,6 @@ class _Search:
         self._waiting = [trial.number for trial in study.trials if not trial.state.is_finished()]
         self._pruned: set[Path] = set()
 
-    def check_data(self) -> None:
-        """Refuse to go on with other data than the trials so far were judged on: their values would be compared with those of new ones."""
-        try:
-            found = digests_of(spec_with(self.base, self.study.trials[0].user_attrs["keys"])) if self.study.trials else {}
-        except UserError:
-            return  # the runs say what is wrong with it
-        before = self.study.user_attrs.get("files", {})
-        for key, (name, digest) in found.items():
-            if before.get(key, digest) != digest:
-                fact = f"the data has changed since the first trials of {self.folder} ({name}), so that trials could not be compared"
-                raise RunError(f"{fact}; restore the old data, or start a new search")
-
     def next_child(self) -> ChildRun | None:
         optuna, every = library(), combinations(self.space)
         if self._waiting:
@@ -231,9 +217,7 @@ class _Search:
             trial.set_user_attr("keys", {key: value_of(values, trial.params[key]) for key, values in self.space.items()})
         keys = trial.user_attrs["keys"]
         try:
-            spec = spec_with(self.base, keys)
-            if "files" not in self.study.user_attrs:
-                self.study.set_user_attr("files", _digests(spec))
+            spec_with(self.base, keys)
         except SpecError as error:
             self._tell(trial, "FAIL", why=str(error))
             return self.next_child()
@@ -326,11 +310,3 @@ class _Search:
 
 def _state(trial: FrozenTrial) -> str:
     return STATES.get(trial.state.name, "stopped")
-
-
-def _digests(spec: Spec) -> dict[str, str]:
-    """The SHA-256 of the files of a spec; nothing if one cannot be read, about which the runs complain."""
-    try:
-        return {key: digest for key, (_, digest) in digests_of(spec).items()}
-    except UserError:
-        return {}

@@ -33,7 +33,7 @@ def announce(start: Start, ready: Ready, planned: tuple[Plan, Sequence[str]], mo
     plan, reasons = planned
     lines = summarize(ready.spec, ready.data.facts, model, plan, ready.order, str(start.world.device))
     if mesh is not None and plan.workers > 1:
-        lines += of_workers(ready.spec, model, mesh)
+        lines += of_workers(mesh)
     start.asked.watch.begin("\n".join(lines))
     for line in noted(ready, model, reasons):
         start.asked.watch.say(line)
@@ -79,29 +79,22 @@ def _schedule(plan: Plan, steps: int) -> list[str]:
     return [f"          {row}" for row in show(drawn).splitlines()]
 
 
-def transport_of(spec: Spec, model: Model | OpaqueModel, mesh: Mesh) -> str:
-    """How the workers of a run reach each other, and what of a step will be recorded; nothing for one worker."""
+def transport_of(mesh: Mesh) -> str:
+    """How the workers of a run reach each other; nothing for one worker."""
     if mesh.plan.workers == 1:
         return ""
-    from carrywave.step.graphs.capture import Capture
-
     messages, sums = (f"in {each}" if each == "device memory" else f"over {each}" for each in (mesh.messages, mesh.sums))
     ways = f"messages {messages}, sums {sums}" if mesh.messages else f"sums {sums}"
     if mesh.messages == mesh.sums:
         ways = f"messages and sums {sums}"
-    if mesh.device.type != "cuda":
-        return ways
-    if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device) is None:
-        return f"{ways}; the host launches every task"
-    one_piece = mesh.on_device and (mesh.plan.stages > 1 or spec.train.accumulate == 1)
-    return f"{ways}; {'whole steps' if one_piece else 'forward and backward'} are recorded as CUDA graphs"
+    return ways
 
 
-def of_workers(spec: Spec, model: Model | OpaqueModel, mesh: Mesh) -> list[str]:
+def of_workers(mesh: Mesh) -> list[str]:
     """How the workers of a run reach each other, and where they sit."""
     from carrywave.plan.placement import describe
 
-    lines = [f"transport {transport_of(spec, model, mesh)}"]
+    lines = [f"transport {transport_of(mesh)}"]
     seated = mesh.seats()
     if len({seat.host for seat in seated}) > 1:
         first, *others = describe(seated)
@@ -111,11 +104,9 @@ def of_workers(spec: Spec, model: Model | OpaqueModel, mesh: Mesh) -> list[str]:
 
 def _memory(spec: Spec, parameters: int) -> str:
     """What a whole model takes; what is kept for backward depends on the batch, and `carrywave plan` estimates it."""
-    size = 8 if spec.train.precision == "fp64" else 4
-    weights = parameters * size
-    optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + bool(spec.train.momentum) + (spec.train.ema is not None))
-    parts = f"{size_text(weights)} parameters, {size_text(weights)} gradients, {size_text(optimizer)} optimizer"
-    return f"at least {size_text(2 * weights + optimizer)}: {parts}; what is kept for backward comes on top"
+    copies = 2 + OPTIMIZER_COPIES[spec.train.optimizer] + bool(spec.train.momentum) + (spec.train.ema is not None)
+    num_bytes = copies * parameters * (8 if spec.train.precision == "fp64" else 4)
+    return f"{size_text(num_bytes)} for parameters, gradients and optimizer; what is kept for backward comes on top"
 
 
 def backends(spec: Spec, model: Model | OpaqueModel, plan: Plan, order: Order, device: str) -> tuple[str, ...]:
@@ -199,23 +190,11 @@ def _shares(spec: Spec, plan: Plan) -> list[str]:
 
 def _sync(train: TrainSpec, plan: Plan) -> str:
     """How replicas exchange, if not at every step."""
-    many, every = _count(plan.replicas, "replica"), _count(train.sync_every, "step")
-    alone = f"{train.sync}: one replica, so there is nobody to exchange with"
-    if train.sync == "async":
-        return (
-            alone
-            if plan.replicas == 1
-            else (
-                f"async: {many} push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart; "
-                "the result depends on timing"
-            )
-        )
-    how = f"averaged{f' with block momentum {train.block_momentum:g}' if train.block_momentum else ''}"
-    if train.sync == "diloco":
-        how = f"moved by an outer step, learning rate {train.outer_lr:g}, momentum {train.outer_momentum:g}"
     if plan.replicas == 1:
-        return alone if how == "averaged" else f"{alone}; every {every} its weights are {how}"
-    return f"{train.sync}: {many} train on their own; every {every} the weights are exchanged and {how}"
+        return f"{train.sync}: one replica, so there is nobody to exchange with"
+    if train.sync == "async":
+        return f"async: {plan.replicas} replicas push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart"
+    return f"{train.sync}: {plan.replicas} replicas train on their own, and exchange weights every {_count(train.sync_every, 'step')}"
 
 
 def _count(count: int, noun: str) -> str:
