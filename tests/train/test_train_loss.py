@@ -24,7 +24,7 @@ def test_sums_that_are_not_yet_written_count_once() -> None:
     assert state.train_loss() is None
     state.sums = state.sums + torch.tensor([3.0, 2.0, 0.0, 1.0, 0.0], dtype=torch.float64)  # two more targets before the row is written
     state.logged()
-    again = LoopState.of(json.loads(json.dumps(state.numbers())), state.tensors(), torch.device("cpu"))
+    again = LoopState.of_json(json.loads(json.dumps(state.to_json())), torch.device("cpu"))
     assert again.train_loss() == state.train_loss() == 1.5
 
 

@@ -63,7 +63,7 @@ def test_what_cannot_be_predicted_is_refused(folder: Path) -> None:
     rows = [{"text": "ab"}]
     with pytest.raises(UserError, match=r"beam.* is at least 1; change it"):
         cw.predict(folder / "run", rows, beam=0, device="cpu")
-    with pytest.raises(UserError, match="puts each label at a step of its own, and has no probabilities of single ones to average"):
+    with pytest.raises(UserError, match="chooses whole sequences of labels, which have no average"):
         cw.predict([folder / "run", folder / "run"], rows, device="cpu")
     with pytest.raises(UserError, match="a stepper gives its answer before the sequence ends"):
         cw.stepper(folder / "run", device="cpu")
