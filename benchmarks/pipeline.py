@@ -37,7 +37,8 @@ from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import schedule as schedules
 from carrywave.step.trainer import Trainer
 
-CASES = (LanguageShape(4, 512, 16, 128, 2000), LanguageShape(4, 1024, 16, 64, 2000), LanguageShape(8, 256, 32, 256, 2000))
+SMALL = LanguageShape(2, 64, 16, 32, 100)  # what a step costs besides its arithmetic: replicas beside DDP
+CASES = (SMALL, LanguageShape(4, 512, 16, 128, 2000), LanguageShape(4, 1024, 16, 64, 2000), LanguageShape(8, 256, 32, 256, 2000))
 WIDE = LanguageShape(8, 512, 16, 64, 2000)  # only with 8 workers or more
 QUICK = LanguageShape(4, 32, 8, 16, 50)
 CHUNKS, MICRO_BATCHES, SHORTEST_CHUNK = (4, 8, 16, 32), (2, 4, 8), 4

@@ -34,7 +34,7 @@ from carrywave.prediction.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.passes.jobs import FlatCarry, flatten
+from carrywave.step.passes.jobs import flatten
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.kind import Part
 
@@ -88,30 +88,6 @@ def same(recorded: Trainer, plain: Trainer) -> None:
 def counted(trainer: Trainer, kind: str) -> int:
     assert trainer.capture is not None
     return trainer.capture.replays[kind]
-
-
-def test_no_more_shapes_are_held_than_wanted_and_the_oldest_goes() -> None:
-    runs: list[int] = []
-
-    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: FlatCarry) -> tuple[int, FlatCarry]:
-        runs.append(batches[0].steps)
-        return batches[0].steps, None
-
-    capture = Capture(CPU, most=2)
-
-    def at(*steps: int) -> list[int]:
-        runs.clear()
-        for each in steps:
-            assert capture("batch", step, [words(each, 1, 0)], [], None) == (each, None)
-        return list(runs)
-
-    assert at(1, 2, 1, 2) == [1, 2, 1, 2]  # each once as it is, and once to be recorded
-    assert at(1, 2, 1) == []
-    assert at(3, 3) == [3, 3]
-    assert capture.held("batch") == 2
-    assert at(1, 3) == []
-    assert at(2) == [2]  # was used least recently
-    assert capture.held("step") == 0
 
 
 def looking(looks: Callable[[], bool]) -> Callable[[], Model]:

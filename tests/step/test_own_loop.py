@@ -271,6 +271,23 @@ def test_a_bad_step_stops_and_harms_nothing(own: bool) -> None:
     assert trainer.step(good).isfinite()
 
 
+def test_a_bad_step_that_is_known_one_step_later_raises_once() -> None:
+    net = model()
+    trainer = cw.Trainer(net, {"lr": 0.1})
+    trainer.agreement.at_once = False  # as with a GPU
+    trainer.step(batch())
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    bad = batch(3, fresh=False)
+    bad.inputs[2, 1] = torch.nan
+    trainer.step(bad)
+    with pytest.raises(Diverged, match=r"the output that lstm\.l0 computes on rank 0 is no longer finite"):
+        trainer.step(batch(2, fresh=False))  # which goes on from what was not finite
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, before[name])
+    for number in range(3):
+        assert trainer.step(batch(4 + number, fresh=False)).isfinite()
+
+
 # --- Evaluation, and going on
 
 

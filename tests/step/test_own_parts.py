@@ -88,19 +88,6 @@ class Vouched:
         pass
 
 
-class Detached(Linear):
-    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        total, count = super().loss(y, target)
-        return total.detach(), count
-
-
-@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2}, {"micro_batches": 2}])
-def test_a_loss_without_a_graph_is_refused(plan: dict[str, int]) -> None:
-    trainer = Trainer(cw.Model(nn.Linear(4, 4), cw.LSTM(4, 4), Detached(4, 4)), {}, plan=plan, device="cpu")
-    with pytest.raises(UserError, match="the loss of the head Detached does not depend on what it was given"):
-        trainer.step(Batch.of(torch.zeros(4, 2, 4), torch.zeros(4, 2)))
-
-
 class Extra(nn.Identity):
     def get_extra_state(self) -> object:
         return {"calls": 3}

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "one_answer"))
@@ -19,11 +18,8 @@ from _emulated_graphs import emulate
 import carrywave as cw
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads.classes import Softmax
-from carrywave.parallel.sums.group_sums import GroupSum
-from carrywave.plan.plan import Plan
-from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.graphs.capture import Capture
-from carrywave.step.graphs.recorded_state import Watch, ours
+from carrywave.step.graphs.recorded_state import Watch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -31,18 +27,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture(autouse=True)
 def _graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
-
-
-class Head(nn.Module):
-    """Of the user's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out, self.smoothing = nn.Linear(6, 5), 0.0
-
-    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.out(y).flatten(0, 1)
-        return functional.cross_entropy(out, target.flatten(), reduction="sum", label_smoothing=self.smoothing), (target != -100).sum()
 
 
 def model(head: nn.Module | None = None) -> cw.Model:
@@ -151,24 +135,3 @@ def test_hooks_are_called_at_every_step(register: Callable[[Any, Any], Any]) -> 
         trainer.step(batch(number))
     assert len(called) == 4
     assert replays(trainer) >= 4
-
-
-def test_modules_of_the_users_own_are_recorded_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CARRYWAVE_CAPTURE", raising=False)
-    summed = model()
-    assert ours(summed)
-    own = list(summed.parameters())
-    Gradients(own, own, [Summed(GroupSum(None), own)])  # type: ignore[arg-type]
-    assert ours(summed)  # its hooks are ours
-    assert Capture.of(CUDA, Plan.serial(), model()) is not None
-    for own in (model(Head()), model(type("Mine", (Softmax,), {"__module__": "mine"})(6, 5))):
-        assert Capture.of(CUDA, Plan.serial(), own) is None
-    whole = cw.Trainer(nn.Sequential(nn.Linear(3, 5)), loss=lambda out, target: (out.sum(), target.sum())).model
-    assert Capture.of(CUDA, Plan.serial(), whole) is None
-    patched = model()
-    patched.head.forward = lambda y: y  # type: ignore[method-assign, assignment]
-    assert Capture.of(CUDA, Plan.serial(), patched) is None
-    monkeypatch.setenv("CARRYWAVE_CAPTURE", "1")
-    assert Capture.of(CUDA, Plan.serial(), model(Head())) is not None
-    monkeypatch.setenv("CARRYWAVE_CAPTURE", "0")
-    assert Capture.of(CUDA, Plan.serial(), model()) is None

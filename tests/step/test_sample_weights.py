@@ -93,33 +93,6 @@ def test_a_step_minimises_the_weighted_mean() -> None:
     torch.testing.assert_close(list(found.values()), wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", ["by step", "by lane"])
-@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 4, "micro_batches": 2}])
-def test_a_users_head_gets_the_weights(plan: dict[str, Any], form: str) -> None:
-    own, ours = OwnSteps(), Softmax(5, CLASSES)
-    found = trained(model_of(own), batch_of(form), plan)
-    wanted = model_of(ours)
-    fresh = model_of(OwnSteps())
-    wanted.load_state_dict({name.replace("head.out.", "head."): value for name, value in fresh.state_dict().items()})
-    expected = trained(wanted, batch_of(form))
-    torch.testing.assert_close([*found.values()], [*expected.values()], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("plan", [{}, {"micro_batches": 3}])
-def test_a_users_module_gets_the_weights(plan: dict[str, Any]) -> None:
-    batch = batch_of(lengths=None)
-    torch.manual_seed(1)
-    module = Whole().double()
-    assert batch.weights is not None
-    total, count = weighted_loss(module(batch.inputs), batch.targets, batch.weights)  # type: ignore[arg-type]
-    wanted = [
-        p.detach() - g for p, g in zip(module.parameters(), torch.autograd.grad(total / count, list(module.parameters())), strict=True)
-    ]
-    found = trained(module, batch, plan, loss=weighted_loss)
-    assert abs(float(found.pop("loss")) - float((total / count).detach())) < 1e-12
-    torch.testing.assert_close(list(found.values()), wanted, rtol=1e-10, atol=1e-12)
-
-
 def test_a_loss_without_weights_is_refused_where_a_batch_has_some() -> None:
     trained(model_of(NoWeights()), batch_of(None))
     with pytest.raises(UserError, match="the batch has weights, but the loss of the head NoWeights takes none; give it a keyword weights"):

@@ -25,8 +25,7 @@ from _small_models import KEY, batch_of
 
 from carrywave.data.batch import Batch
 from carrywave.kernels import dispatch
-from carrywave.kernels.cuda import nvrtc
-from carrywave.kernels.hopper import persistent, stack, windowed
+from carrywave.kernels.hopper import persistent, windowed
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
@@ -111,17 +110,3 @@ def test_chunks_are_the_window(
         if piece is not None:
             waves(patch, piece)
         assert_same(build(pooled=pooled), [batch_of(7, lengths, pooled=pooled)], Plan(chunk_steps=chunk_steps, micro_batches=micro_batches))
-
-
-def test_a_kernel_that_fails_later_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_forward, calls = stack.forward, []
-
-    def failing(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise nvrtc.KernelError("out of luck")
-        run_forward(*args)
-
-    monkeypatch.setattr(stack, "forward", failing)
-    with pytest.raises(nvrtc.KernelError, match="out of luck"):
-        outcome_of(build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3))

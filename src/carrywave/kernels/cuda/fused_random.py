@@ -7,7 +7,8 @@ differ, or the compiler is missing, the plain operations stay in use, with a war
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -60,14 +61,28 @@ def _first_and_second(device: torch.device) -> Tensor:
 def _checked_fold(device: torch.device, plain: Callable[[Tensor, int], Tensor]) -> Fused | None:
     try:
         kernel: Fused = torch.cuda.jiterator._create_jit_fn(_FOLD)
-        for word in (0, 1, -5, 0x12345678):
-            key = torch.tensor([word ^ 77, -3 - word], dtype=torch.int32, device=device)
-            folded = kernel(key[0], key[1], torch.full((), word, dtype=torch.int32, device=device), _first_and_second(device))
-            if not torch.equal(folded, plain(key, word)):
-                return _refused("its bits differ from the definition")
-        return kernel
+        with _unwarned():
+            return _folds(kernel, device, plain)
     except Exception as error:
         return _refused(" ".join(str(error).split())[:200])
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """torch warns if it cannot keep what it compiles, as where several processes make its folder at once; the kernel runs all the same."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Specified kernel cache directory")
+        yield
+
+
+def _folds(kernel: Fused, device: torch.device, plain: Callable[[Tensor, int], Tensor]) -> Fused | None:
+    """The kernel, if it folds as the definition does."""
+    for word in (0, 1, -5, 0x12345678):
+        key = torch.tensor([word ^ 77, -3 - word], dtype=torch.int32, device=device)
+        folded = kernel(key[0], key[1], torch.full((), word, dtype=torch.int32, device=device), _first_and_second(device))
+        if not torch.equal(folded, plain(key, word)):
+            return _refused("its bits differ from the definition")
+    return kernel
 
 
 def _refused(reason: str) -> Fused | None:
@@ -86,7 +101,9 @@ def _checked(count: int, plain: Fused) -> Fused | None:
         kernel = _compile(count)
         example = torch.arange(-4, 60, dtype=torch.int32, device="cuda") * 0x01234567
         coords = [example.roll(number) for number in range(count)]
-        if torch.equal(kernel(example[3], example[5], *coords), plain(example[3], example[5], *coords)):
+        with _unwarned():
+            found = kernel(example[3], example[5], *coords)
+        if torch.equal(found, plain(example[3], example[5], *coords)):
             return kernel
         return _refused("its bits differ from the definition")
     except Exception as error:
