@@ -24,7 +24,7 @@ from typing import NamedTuple, cast
 
 from carrywave.errors import PlanError
 from carrywave.parallel.links.group_links import MessageEnd, joins
-from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, outgoing
+from carrywave.plan.schedule.messages import Program, incoming, outgoing
 from carrywave.plan.schedule.schedule import StageTask, name, reader
 
 
@@ -54,6 +54,10 @@ class IssueQueue:
     items: list[Issued] = field(default_factory=list)
     waits: dict[StageTask, int] = field(default_factory=dict)  # for each task with a message: the index of the batch that brings it
 
+    def at(self, place: int) -> Issued | None:
+        """What is issued at this place; None after the last."""
+        return self.items[place] if place < len(self.items) else None
+
 
 def prove_in_order(program: Program) -> None:
     """Reject a program that would deadlock or mismatch messages under the rules above."""
@@ -64,10 +68,11 @@ def prove_in_order(program: Program) -> None:
     while moved:
         moved = False
         for stage, queue in enumerate(queues):
-            while _can_run(queue, at[stage], program):
+            while isinstance(item := queue.at(at[stage]), StageTask) and _arrived(item, queue, at[stage], program):
                 at[stage] += 1
                 moved = True
-        open_ = [_batch(queue, place) for queue, place in zip(queues, at, strict=True)]
+        issued = [queue.at(place) for queue, place in zip(queues, at, strict=True)]
+        open_ = [item if isinstance(item, MessageBatch) else None for item in issued]
         for batch in open_:
             for message in batch.messages if batch is not None else []:
                 ends = open_[message.sender], open_[message.receiver]
@@ -95,7 +100,11 @@ def issue_queues(program: Program) -> list[IssueQueue]:
             if step.kind == "run":
                 queue.items.append(step.task)
                 continue
-            message = _message(step, program, number, sent, received)
+            channel = (outgoing if step.kind == "send" else incoming)(step.task, program.schedule)
+            assert channel is not None, f"stage {number} has no neighbour for {step.kind} {step.task}"
+            known = (sent if step.kind == "send" else received)[channel.sender, channel.receiver]
+            known.append(step.task if step.kind == "receive" else cast(StageTask, reader(step.task, program.schedule)))
+            message = Message(channel.sender, channel.receiver, len(known) - 1)
             end = MessageEnd(message.sender if step.kind == "receive" else message.receiver, step.kind == "receive")
             batch = queue.items[-1] if queue.items else None
             if not isinstance(batch, MessageBatch) or not joins(batch.last, end):
@@ -118,33 +127,9 @@ def issue_queues(program: Program) -> list[IssueQueue]:
     return found
 
 
-def _message(
-    step: ProgramStep,
-    program: Program,
-    number: int,
-    sent: defaultdict[tuple[int, int], list[StageTask]],
-    received: defaultdict[tuple[int, int], list[StageTask]],
-) -> Message:
-    channel = (outgoing if step.kind == "send" else incoming)(step.task, program.schedule)
-    if channel is None:
-        raise PlanError(f"stage {number} has no neighbour for {step.kind} {name(step.task, program.schedule)}; remove it")
-    known = (sent if step.kind == "send" else received)[channel.sender, channel.receiver]
-    known.append(step.task if step.kind == "receive" else cast(StageTask, reader(step.task, program.schedule)))
-    return Message(channel.sender, channel.receiver, len(known) - 1)
-
-
-def _can_run(queue: IssueQueue, at: int, program: Program) -> bool:
-    """True if the next thing that the stage does is a task whose message, if any, has arrived."""
-    item = queue.items[at] if at < len(queue.items) else None
-    if not isinstance(item, StageTask):
-        return False
-    return incoming(item, program.schedule) is None or queue.waits.get(item, at) < at
-
-
-def _batch(queue: IssueQueue, at: int) -> MessageBatch | None:
-    """The batch that has started and not completed, if any."""
-    item = queue.items[at] if at < len(queue.items) else None
-    return item if isinstance(item, MessageBatch) else None
+def _arrived(task: StageTask, queue: IssueQueue, at: int, program: Program) -> bool:
+    """True if the task's message, if any, has come."""
+    return incoming(task, program.schedule) is None or queue.waits.get(task, at) < at
 
 
 def _says(stage: int, item: Issued, program: Program) -> str:

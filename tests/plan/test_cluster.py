@@ -40,13 +40,6 @@ def test_constants_are_found_in_the_times_that_they_give(rate: Rate, sizes: list
     assert found.forward_share == pytest.approx(rate.forward_share)
 
 
-def test_more_work_never_takes_less() -> None:
-    noisy = [TimedCall(size, 1e-4, 1e-3 * (1 + number % 3)) for number, size in enumerate(LAYERS)]
-    found = fit("layer", "fp32", noisy)
-    assert min(found.constants) >= 0
-    assert found.error > 0.1  # and it says how wrong it is
-
-
 def test_the_nearest_number_of_workers_counts() -> None:
     base = machine()
     both = replace(base, rates=(*base.rates, *(replace(rate, workers=4, call_seconds=1.0) for rate in base.rates)))
@@ -109,13 +102,6 @@ def test_a_cluster_file_has_links_by_name_or_figures_and_its_large_hosts_first()
 def test_a_bad_cluster_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=rf"c\.yaml.*{said}"):
         read(**changes)
-
-
-def test_a_cluster_has_links_and_not_too_many_devices() -> None:
-    with pytest.raises(PlanError, match="the link between the 2 hosts of the cluster is unknown"):
-        Cluster(machine(between=None), (1, 1))
-    with pytest.raises(PlanError, match="use 1 to 65536"):
-        Cluster.uniform(machine(), 10**9)
 
 
 def test_sums_follow_the_link() -> None:

@@ -18,7 +18,7 @@ from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan
 from carrywave.plan.predict import Predictor, balanced
 from carrywave.plan.profile import Link
-from carrywave.plan.schedule.schedule import StageTask, durations, show, wavefront
+from carrywave.plan.schedule.schedule import StageTask, durations, wavefront
 from carrywave.plan.simulation import simulate
 
 FREE = Link(0.0, 1e18)
@@ -26,14 +26,6 @@ FREE = Link(0.0, 1e18)
 
 def predictor(devices: int = 4, units: Any = None, **changes: Any) -> Predictor:
     return Predictor(units or units_of(), Cluster.uniform(machine(**changes), devices))
-
-
-def test_without_links_the_simulation_is_the_picture() -> None:
-    schedule = wavefront(2, 3)
-    line = simulate(schedule, lambda task: 1.0, lambda task: 0.0)
-    ends = len(show(schedule).splitlines()[0].split())
-    assert line.seconds == ends
-    assert [span.label for span in line.rows[0]] == [task.phase for task in schedule.stages[0]]
 
 
 def test_messages_delay_the_stage_that_reads_them() -> None:

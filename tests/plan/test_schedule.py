@@ -106,33 +106,12 @@ def test_a_shared_head_ends_near_the_soonest_possible(stages: int, chunks: int, 
     assert end(wavefront(stages, chunks, share_head=True, defer_weights=weights), head=head) <= 1.2 * soonest
 
 
-def test_one_stage_and_evaluation_share_no_head() -> None:
-    assert wavefront(1, 3, share_head=True) == serial(3)
-    assert wavefront(3, 3, backward=False, share_head=True) == wavefront(3, 3, backward=False)
-    assert wavefront(3, 3).scorers == {}
-
-
-@given(st.integers(2, 5), COUNTS, st.booleans())
-def test_what_a_task_reads_is_what_another_gives(stages: int, counts: list[int], share_head: bool) -> None:
-    schedule = wavefront(stages, counts, share_head=share_head)
-    for task in (task for row in schedule.stages for task in row):
-        giver, taker = source(task, schedule), reader(task, schedule)
-        assert giver is None or reader(giver, schedule) == task
-        assert taker is None or source(taker, schedule) == task
-
-
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 6))
 def test_no_order_is_faster_than_the_wavefront(stages: int, chunks: int, micro_batches: int) -> None:
     # The first stage has all its work to do; its first forward goes to the last stage, and its last backward comes from there.
     assert end(wavefront(stages, chunks, micro_batches, defer_weights=False)) == 3 * chunks * micro_batches + 3 * (stages - 1)
     # Without weight gradients the way back is shorter.
     assert end(wavefront(stages, chunks)) == 3 * chunks + (2.5 if chunks > 1 else 3) * (stages - 1)
-
-
-@given(st.integers(1, 6), st.integers(2, 7), st.integers(2, 6))
-def test_weight_gradients_fill_the_bubble(stages: int, chunks: int, micro_batches: int) -> None:
-    own = 3 * chunks * micro_batches
-    assert own + (stages - 1) <= end(wavefront(stages, chunks, micro_batches)) <= own + 2.5 * (stages - 1)
 
 
 @given(st.integers(1, 6), COUNTS, st.booleans())
@@ -142,16 +121,6 @@ def test_at_most_two_micro_batches_wait_for_their_weight_gradients(stages: int, 
         for task in row:
             assert waiting < min(2, stages) or task.phase == "W"
             waiting += (task.phase == "B" and task.chunk == 0 and counts[task.micro_batch] > 1) - (task.phase == "W")
-
-
-@given(st.integers(1, 5), COUNTS, st.booleans())
-def test_micro_batches_go_in_order_both_ways(stages: int, counts: list[int], backward: bool) -> None:
-    for row in wavefront(stages, counts, backward=backward).stages:
-        assert [(task.micro_batch, task.chunk) for task in row if task.phase == "F"] == sorted(
-            (s, c) for s, n in enumerate(counts) for c in range(n)
-        )
-        back = [(task.micro_batch, -task.chunk) for task in row if task.phase == "B"]
-        assert back == (sorted((s, -c) for s, n in enumerate(counts) for c in range(n)) if backward else [])
 
 
 def test_peaks() -> None:

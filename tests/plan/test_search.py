@@ -19,7 +19,7 @@ from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.predict import Predictor
 from carrywave.plan.profile import Link
-from carrywave.plan.search import NoFit, asked_for, describe, search
+from carrywave.plan.search import NoFit, asked_for, search
 from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.plan_spec import PlanSpec
@@ -133,16 +133,3 @@ def test_a_plan_that_is_asked_for_is_compared_with_the_choice() -> None:
     assert asked_for(choice.best.plan, units, cluster, choice).why.endswith("requested, and also the planner's choice")
     with pytest.raises(PlanError, match=r"stage 0 of the requested plan \(encoder, layers 1-2, head\) exceeds the 4 MiB of its device by"):
         asked_for(Plan(), units, Cluster.uniform(machine(memory_bytes=1 << 22), 4), choice)
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (Plan(), "1 device"),
-        (Plan(4), "4 replicas"),
-        (Plan(2, 2, (2,), 8, 1, True, share_head=True), "2 replicas x 2 stages, chunks of 8 steps, recompute, shared head"),
-        (Plan(1, 2, (2,), None, 4, "twice"), "2 stages, 4 micro-batches, recompute twice"),
-    ],
-)
-def test_plans_in_words(plan: Plan, words: str) -> None:
-    assert describe(plan) == words

@@ -10,11 +10,10 @@ from _machines import GIB, machine, units_of
 
 from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan, resolve
-from carrywave.plan.predict import Predictor
 from carrywave.plan.schedule.schedule import wavefront
 from carrywave.plan.search import search
 from carrywave.plan.show.report import choice_object, section, yaml_line
-from carrywave.plan.show.text import figures_text, rivals_text, seconds_text, stages_text, timeline_text
+from carrywave.plan.show.text import figures_text, seconds_text, timeline_text
 from carrywave.plan.simulation import Timeline, simulate
 from carrywave.plan.units import unit_names
 from carrywave.spec.plan_spec import PlanSpec
@@ -48,27 +47,6 @@ def test_units_in_words() -> None:
     assert [unit_names(6, *span) for span in ((0, 1), (0, 3), (1, 2), (3, 6), (5, 6), (0, 6))] == [
         "encoder", "encoder, layers 1-2", "layer 1", "layers 3-4, head", "head", "encoder, layers 1-4, head",
     ]  # fmt: skip
-
-
-def test_stages_are_told_with_work_and_memory() -> None:
-    predictor = Predictor(units_of(32768, model=DEEP), Cluster.uniform(machine(), 2))
-    found = predictor.predict(Plan(1, 2, (3,), 8))
-    lines = stages_text(predictor.units, found).splitlines()
-    assert lines[0].split()[:4] == ["stage", "units", "work", "per"]
-    assert "encoder, layers 1-2" in lines[1]
-    assert seconds_text(found.timeline.busy[1]) in lines[2]
-    assert "80 GiB" in lines[2]
-
-
-def test_figures_and_alternatives_of_a_choice() -> None:
-    units = units_of(batch={"lanes": 64, "steps": 64})
-    choice = search(units, Cluster.uniform(machine(), 4))
-    said = figures_text(units, choice)
-    assert f"{choice.best.tokens_per_second:,.0f} tokens/s" in said
-    assert choice.serial is not None
-    assert f"{choice.serial.seconds / choice.best.seconds:.2f} times as fast as one" in said
-    rows = rivals_text(units, choice).splitlines()
-    assert len(rows) == 1 + len(choice.rivals)
 
 
 def test_a_model_that_one_device_cannot_hold_has_no_efficiency() -> None:

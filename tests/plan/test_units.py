@@ -109,12 +109,6 @@ def test_a_front_makes_one_step_of_several() -> None:
     assert units.tokens == 4 * 17 * 6
 
 
-def test_messages_are_as_wide_as_what_enters_a_unit() -> None:
-    units, _ = build(hidden=[8, 12], layers=2, embedding=5)
-    assert [unit.width_in for unit in units.units] == [0, 5, 8, 12]
-    assert [unit.width_out for unit in units.units] == [5, 8, 12, 0]
-
-
 def test_batches_of_sequences_stand_for_equal_parts_of_all_steps() -> None:
     spec = Spec.model_validate({"task": "classification", "batch": {"tokens": 1000}})
     facts = DataFacts(features=3, labels=("a", "b"), histogram=((10, 60), (50, 12), (100, 6)))
@@ -124,12 +118,6 @@ def test_batches_of_sequences_stand_for_equal_parts_of_all_steps() -> None:
     assert (units.pooled, units.streams) == (True, False)
     one = Units.of(spec, DataFacts(features=3, labels=("a",), longest=2000))
     assert one.shapes == (BatchShape(1, 1000),)
-
-
-def test_micro_batches_share_lanes_as_the_runtime_does() -> None:
-    units, _ = build(hidden=8, layers=2)
-    assert units.micro_batches(Plan(micro_batches=3), 10) == [3, 3, 4]
-    assert units.micro_batches(Plan(micro_batches=3), 2) == [1, 1]
 
 
 @pytest.mark.parametrize(
