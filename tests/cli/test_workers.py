@@ -106,17 +106,6 @@ def test_more_workers_than_gpus_are_refused(machine: Any) -> None:
     assert started == []
 
 
-def test_as_a_trial_workers_may_share_a_gpu_and_are_told_so(
-    machine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "1")
-    started = machine(1)
-    with pytest.raises(typer.Exit):
-        start_workers(4, "cuda", PlanSpec())
-    assert started == [(4, None)]
-    assert capsys.readouterr().err == "carrywave: 4 workers share 1 GPU: they communicate through host memory\n"
-
-
 def test_a_dry_run_starts_nobody(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     started = machine(0)
     assert start_workers(4, "cpu", PlanSpec(stages=2), dry_run=True) == 4

@@ -25,7 +25,7 @@ from carrywave.model.model import Model
 from carrywave.model.over_time.front import Front
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
-from carrywave.prediction.evaluation import passes
+from carrywave.prediction.evaluation import Kept, passes
 from carrywave.spec.load import parse
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.optim.optimizer import NTASGD
@@ -261,7 +261,7 @@ def evaluated(model: Model, task: str, batch: dict[str, int], view: View, captur
         found.append(out.float().sum() + targets.sum())
 
     part = Part("valid", None, view)  # type: ignore[arg-type]
-    for _, outcome in passes(model, spec, part, mesh=mesh, observe=observe if how["observed"] else None, capture=capture):
+    for _, outcome in passes(model, spec, part, mesh=mesh, observe=observe if how["observed"] else None, kept=Kept(capture=capture)):
         found += [outcome.loss_sum.clone(), outcome.count.clone(), *(tensor.clone() for tensor in flatten(outcome.state))]
     return found
 
@@ -307,7 +307,7 @@ def test_training_and_evaluation_in_one_pool(monkeypatch: pytest.MonkeyPatch) ->
             several = batches[number * 2 : number * 2 + (1 if number % 3 == 2 else 2)]
             found.append(trainer.step(*several).clone())
             part = Part("valid", None, view)  # type: ignore[arg-type]
-            for _, outcome in passes(trainer.model, spec, part, mesh=trainer.mesh, stage=trainer.stage, capture=trainer.capture):
+            for _, outcome in passes(trainer.model, spec, part, mesh=trainer.mesh, kept=Kept(trainer.stage, trainer.capture)):
                 found.append(outcome.loss_sum.clone())
     assert all(torch.equal(own, other) for own, other in zip(*losses, strict=True))
     check(plain, recorded, {"batch": 4, "update": 2, "evaluation": 15})

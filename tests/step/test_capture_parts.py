@@ -30,7 +30,7 @@ from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.sums.group_sums import GroupSum
 from carrywave.plan.plan import Plan
-from carrywave.prediction.evaluation import passes
+from carrywave.prediction.evaluation import Kept, passes
 from carrywave.spec.load import parse
 from carrywave.step.gradients import Gradients, Summed
 from carrywave.step.graphs.capture import Capture
@@ -235,7 +235,7 @@ def test_evaluation_from_recordings(kind: str, observed: bool, chunk_steps: int 
     def judge(capture: Capture | None) -> tuple[list[Tensor], int]:
         seen.clear()
         sums, shapes = [], set()
-        for given, outcome in passes(model, spec, part, mesh=mesh, observe=observe if observed else None, capture=capture):
+        for given, outcome in passes(model, spec, part, mesh=mesh, observe=observe if observed else None, kept=Kept(capture=capture)):
             shapes.add((tuple(given.inputs.shape), given.real == given.inputs.shape[0] * given.inputs.shape[1]))
             sums += [outcome.loss_sum.clone(), outcome.count.clone(), *(tensor.clone() for tensor in flatten(outcome.state))]
         assert bool(seen) == observed

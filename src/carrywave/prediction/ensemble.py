@@ -21,7 +21,7 @@ from carrywave.data.files.rows import Row
 from carrywave.errors import DataError, RunError, UserError, option
 from carrywave.model.heads.scoring import for_each_target, known
 from carrywave.parallel.world import World
-from carrywave.prediction.evaluation import Details, counted, passes
+from carrywave.prediction.evaluation import Details, Kept, counted, passes
 from carrywave.prediction.saved_run import Saved, open_run
 from carrywave.tasks.kind import Part
 
@@ -115,7 +115,7 @@ def evaluate_together(members: Sequence[Saved], parts: Sequence[Part], details: 
             member.spec.model_copy(update={"batch": first.spec.batch}),  # all read the data in the batches of the first
             part,
             mesh=member.mesh,
-            stage=member.stage,
+            kept=Kept(member.stage),
             observe=lambda out, target, *_, number=number: observe(number, out, target),
         )
         for number, (member, part) in enumerate(zip(members, parts, strict=True))

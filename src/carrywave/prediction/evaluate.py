@@ -15,7 +15,7 @@ from carrywave.model.opaque_model import Loss
 from carrywave.parallel.process_state import leaving_no_trace
 from carrywave.parallel.world import join, leave, raise_on_all
 from carrywave.prediction.ensemble import Paths, evaluate_together, open_members, paths_of
-from carrywave.prediction.evaluation import Details, evaluate
+from carrywave.prediction.evaluation import Details, Kept, evaluate
 from carrywave.prediction.saved_run import Saved, changed_since, open_run, own_data, warn
 from carrywave.step.checks.arguments import check_loss
 from carrywave.tasks.kind import Part
@@ -71,7 +71,7 @@ def evaluate_run(
     if len(members) > 1:
         values = evaluate_together(members, parts, details)
     else:
-        values = evaluate(saved.model, saved.task, parts[0], mesh=saved.mesh, stage=saved.stage, details=details)
+        values = evaluate(saved.model, saved.task, parts[0], mesh=saved.mesh, kept=Kept(saved.stage), details=details)
     leave(world)
     found: dict[str, object] = {"split": parts[0].name, **values}
     if confusion and isinstance(details.metric, Confusion):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +50,17 @@ def order_for(spec: Spec, view: View, *, training: bool) -> Order:
     return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=vary, cut=cut)
 
 
+class Kept(NamedTuple):
+    """What is kept from one evaluation of a model to the next."""
+
+    stage: Stage | OpaqueModel | None = None  # None: made of the model
+    capture: Capture | None = None  # CUDA graphs
+    trial: SplitTrial | None = None  # what a user's modules were tried with
+
+
+NOTHING_KEPT = Kept()
+
+
 @dataclass
 class Details:
     """What is wanted besides the metrics, and what was found of it."""
@@ -65,24 +77,18 @@ def evaluate(
     part: Part,
     *,
     mesh: Mesh,
-    stage: Stage | OpaqueModel | None = None,
+    kept: Kept = NOTHING_KEPT,
     tick: Callable[[int, int], None] | None = None,
-    capture: Capture | None = None,
     details: Details | None = None,
-    trial: SplitTrial | None = None,
 ) -> dict[str, float]:
-    """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
-
-    `capture` keeps CUDA graphs from one evaluation of a model to the next. `details` gets what it asks for. `trial` remembers from one
-    evaluation to the next what a user's modules were tried with.
-    """
+    """Mean loss over all real targets of a part, and the task's metrics: the same on every worker. `details` gets what it asks for."""
     device, details = mesh.device, details or Details()
     understood = model.has_output and (task.spec.task != "transcription" or is_ctc(model))
     scorer = _Scorer(task.meter(device, part, by_series="series" in details.by, tops=details.tops) if understood else None)
     watched = scorer.meter is not None
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
     see = scorer.see if watched else None
-    walk = passes(model, task.spec, part, mesh=mesh, stage=stage, observe=see, tick=tick, capture=capture, trial=trial)
+    walk = passes(model, task.spec, part, mesh=mesh, kept=kept, observe=see, tick=tick)
     for _, outcome in walk:
         sums[:2] += torch.stack([outcome.loss_sum, outcome.count])
     sums[2] = float(watched and scorer.meter is None)
@@ -115,25 +121,22 @@ def passes(
     part: Part,
     *,
     mesh: Mesh,
-    stage: Stage | OpaqueModel | None = None,
+    kept: Kept = NOTHING_KEPT,
     observe: Observer | None = None,
     tick: Callable[[int, int], None] | None = None,
-    capture: Capture | None = None,
-    trial: SplitTrial | None = None,
 ) -> Iterator[tuple[Batch, BatchOutcome]]:
     """One pass over a part without gradients, batch by batch, with the carry of streams kept.
 
     Each worker sees its own lanes, and only the sums of its own stage. Workers do not wait for each other between batches. On CUDA, batches
     of a recurring shape are captured and replayed; what is observed, and the outcome, are then valid until the next batch.
     """
-    stage = stage or (Stage(model, *mesh.unit_range(model.units)) if isinstance(model, Model) else model)
+    stage = kept.stage or (Stage(model, *mesh.unit_range(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
     loader = Loader(part.view, order, device=mesh.device, share=share)
-    if capture is None:
-        capture = Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device)
+    capture = kept.capture or Capture.of(mesh.device, mesh.plan, model, on_device=mesh.messages_on_device)
     forward = _Forward(stage, mesh, spec, uncut_time=model.reads_whole)
-    trial = trial or SplitTrial(model, stage, mesh, spec.train.precision)
+    trial = kept.trial or SplitTrial(model, stage, mesh, spec.train.precision)
     state: State | None = None
     total = order.num_steps(0)
     with mode(model, training=False):

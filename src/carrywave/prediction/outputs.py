@@ -13,7 +13,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.prediction.ensemble import mean_of_outputs
-from carrywave.prediction.evaluation import passes
+from carrywave.prediction.evaluation import Kept, passes
 from carrywave.prediction.saved_run import Saved
 from carrywave.spec.data_spec import BatchSpec
 from carrywave.step.graphs.capture import Capture
@@ -58,7 +58,7 @@ class _Outputs:
         self._spec, mesh = spec, saved.mesh
         self._tags = spec.task == "tagging" and not (shares or spec.data.multi_label or spec.model.crf)
         self._ragged = spec.task in RAGGED or spec.each_step  # outputs are as long as their sequences
-        self._capture = Capture.of(mesh.device, mesh.plan, saved.model, on_device=mesh.messages_on_device)
+        self._kept = Kept(saved.stage, Capture.of(mesh.device, mesh.plan, saved.model, on_device=mesh.messages_on_device))
 
     def of(self, data: Sequences) -> list[Numbers]:
         spec, model = self._spec, self.saved.model
@@ -88,7 +88,7 @@ class _Outputs:
             seen.append(out)
 
         part = Part("input", data, saved.task.unlabelled(data))
-        each = passes(saved.model, self._spec, part, mesh=saved.mesh, stage=saved.stage, observe=observe, capture=self._capture)
+        each = passes(saved.model, self._spec, part, mesh=saved.mesh, kept=self._kept, observe=observe)
         for batch, _ in each:
             if not saved.stage.has_head or not seen:  # a module in one piece is not run on a worker without lanes
                 continue

@@ -23,7 +23,7 @@ from carrywave.data.tables.channels import TargetReading
 from carrywave.data.tables.parts import whole
 from carrywave.errors import UserError
 from carrywave.model.model import Model
-from carrywave.prediction.evaluation import Details, evaluate, is_ctc, passes
+from carrywave.prediction.evaluation import Details, Kept, evaluate, is_ctc, passes
 from carrywave.prediction.generation import Sampling, generate
 from carrywave.prediction.saved_run import Saved, changed_since, open_run, own_data
 from carrywave.report import figures
@@ -110,7 +110,8 @@ def _outputs(saved: Saved, name: str, data: Sequences) -> Iterator[tuple[Tensor,
         spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
     shown: list[tuple[Tensor, Tensor | None]] = []
     part, ends = saved.task.part(name, data), time.monotonic() + SECONDS
-    walk = passes(saved.model, spec, part, mesh=saved.mesh, stage=saved.stage, observe=lambda out, target, *_: shown.append((out, target)))
+    kept, observe = Kept(saved.stage), lambda out, target, *_: shown.append((out, target))
+    walk = passes(saved.model, spec, part, mesh=saved.mesh, kept=kept, observe=observe)
     for batch, _ in walk:
         outs, targets = zip(*(shown[-1:] if saved.stage.pooled else shown), strict=True)
         out, target = torch.cat(outs).float().cpu(), None if targets[0] is None else torch.cat(targets).cpu()
@@ -130,7 +131,7 @@ def _by(saved: Saved, name: str, data: Sequences, group: str) -> Iterator[Listin
 
     part, details = saved.task.part(name, data), Details((group,))
     with suppress(_TimeIsUp):
-        evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, tick=tick, details=details)
+        evaluate(saved.model, saved.task, part, mesh=saved.mesh, kept=Kept(saved.stage), tick=tick, details=details)
     rows = details.rows.get(group, [])
     metric = details.metric
     if isinstance(metric, TagConfusion):

@@ -23,7 +23,7 @@ from carrywave.model.heads.forecast import Forecast
 from carrywave.model.model import Model
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.world import from_rank_0, raise_on_all
-from carrywave.prediction.evaluation import Details, evaluate
+from carrywave.prediction.evaluation import Details, Kept, evaluate
 from carrywave.runs.checkpoint.weights import weights_metadata
 from carrywave.runs.run_place import BANDS
 from carrywave.spec.spec import Spec
@@ -125,8 +125,8 @@ def _kept(loop: Loop) -> KeptForecasts | None:
         if done < total:
             leave_if_asked(loop.stop, trainer.mesh.world, done)
 
-    part, by = replace(valid, kept=True), (trainer.stage, trainer.capture, trainer.evaluation_trial)
-    evaluate(trainer.model, loop.task, part, mesh=trainer.mesh, stage=by[0], capture=by[1], trial=by[2], tick=tick, details=details)
+    part, kept = replace(valid, kept=True), Kept(trainer.stage, trainer.capture, trainer.evaluation_trial)
+    evaluate(trainer.model, loop.task, part, mesh=trainer.mesh, kept=kept, tick=tick, details=details)
     return details.metric if isinstance(details.metric, KeptForecasts) else None
 
 

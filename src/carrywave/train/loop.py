@@ -24,6 +24,7 @@ from carrywave.launch.signals import Reason, Stop
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import raise_on_all
+from carrywave.prediction.evaluation import Kept
 from carrywave.prediction.evaluation import evaluate as evaluate_part
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import Watcher
@@ -340,8 +341,8 @@ class Loop:
                 leave_if_asked(self.stop, trainer.mesh.world, done)
             self.progress.show_evaluation(at, part, done, total, started)
 
-        kept = trainer.stage, trainer.capture, trainer.evaluation_trial
-        values = evaluate_part(trainer.model, self.task, part, mesh=trainer.mesh, stage=kept[0], capture=kept[1], trial=kept[2], tick=tick)
+        kept = Kept(trainer.stage, trainer.capture, trainer.evaluation_trial)
+        values = evaluate_part(trainer.model, self.task, part, mesh=trainer.mesh, kept=kept, tick=tick)
         place = place_of(at, part.name) | ({} if weights_step is None else {"weights_step": weights_step})
         train_loss = at.train_loss() if trained else None
         self.progress.write_evaluation(place, values, {} if train_loss is None else {"train_loss": train_loss}, started)

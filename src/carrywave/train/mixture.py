@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from carrywave.prediction.evaluation import evaluate
+from carrywave.prediction.evaluation import Kept, evaluate
 from carrywave.tasks.kind import Part
 from carrywave.train.loop import Loop
 
@@ -24,7 +24,7 @@ def choose_share(loop: Loop) -> bool:
     trainer, costs = loop.trainer, {}
     for share in SHARES:
         part = with_share(valid, share)
-        loss = evaluate(trainer.model, loop.task, part, mesh=trainer.mesh, stage=trainer.stage, capture=trainer.capture)["loss"]
+        loss = evaluate(trainer.model, loop.task, part, mesh=trainer.mesh, kept=Kept(trainer.stage, trainer.capture))["loss"]
         nats = math.log(max(loss, 1e-12)) / 2 if linear.kind == "numbers" else loss
         costs[share] = nats * valid.data.counted + CAUTION * (share - linear.first_share) ** 2
     best = min(costs, key=costs.__getitem__)
