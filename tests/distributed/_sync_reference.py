@@ -19,7 +19,7 @@ from carrywave.data.loader import Loader, Share
 from carrywave.data.order import Cursor
 from carrywave.data.prepare import prepare
 from carrywave.prediction.evaluation import order_for
-from carrywave.spec.defaults import fitted
+from carrywave.spec.defaults import resolve_for_data
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Task
@@ -77,7 +77,7 @@ def reference(given: dict[str, Any], replicas: int, steps: int) -> dict[str, Ten
     """The weights of a run of this spec, by name, as `simulate` defines them."""
     spec = parse(given, defaults=False)
     prepared = prepare(spec)
-    spec = fitted(spec, prepared.facts)
+    spec = resolve_for_data(spec, prepared.facts)
     task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
     ours = task.model(prepared.train).double()
     view = task.part("train", prepared.train).view

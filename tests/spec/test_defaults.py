@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from carrywave.spec.data_spec import BatchSpec
-from carrywave.spec.defaults import FEATURES, NGRAMS, fitted, with_kept_weights
+from carrywave.spec.defaults import FEATURES, NGRAMS, resolve_for_data, with_kept_weights
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 
 
 def batch(task: str, facts: DataFacts, **given: Any) -> BatchSpec:
-    return fitted(Spec.model_validate({"task": task, "batch": given}), facts).batch
+    return resolve_for_data(Spec.model_validate({"task": task, "batch": given}), facts).batch
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_streams(steps: int, lanes: int, of_series: int) -> None:
 )
 def test_epochs_and_patience_follow_from_the_size_of_the_data(task: str, steps: int, epochs: int, patience: int) -> None:
     facts = DataFacts(sequences=1, steps=steps, longest=steps)
-    train = fitted(Spec.model_validate({"task": task}), facts).train
+    train = resolve_for_data(Spec.model_validate({"task": task}), facts).train
     assert (train.epochs, train.early_stop) == (epochs, patience)
-    given = fitted(Spec.model_validate({"task": task, "train": {"epochs": 7}}), facts).train
+    given = resolve_for_data(Spec.model_validate({"task": task, "train": {"epochs": 7}}), facts).train
     assert (given.epochs, given.early_stop) == (7, 0)  # who says how long is not stopped before
-    stopped = fitted(Spec.model_validate({"task": task, "train": {"epochs": 7, "early_stop": 2}}), facts).train
+    stopped = resolve_for_data(Spec.model_validate({"task": task, "train": {"epochs": 7, "early_stop": 2}}), facts).train
     assert (stopped.epochs, stopped.early_stop) == (7, 2)
 
 
@@ -60,7 +60,7 @@ def test_signals_get_a_front_and_short_sequences_none() -> None:
     signals = DataFacts(features=1, labels=("a", "b"), sequences=10, steps=5_000, longest=500)
     words = DataFacts(vocabulary=9, labels=("a", "b"), sequences=10, steps=5_000, longest=500)
     short = DataFacts(features=1, labels=("a", "b"), sequences=100, steps=2_000, longest=20)
-    fronts = [fitted(asked, facts).model for facts in (signals, words, short)]
+    fronts = [resolve_for_data(asked, facts).model for facts in (signals, words, short)]
     assert [layer.stride for layer in fronts[0].front_layers] == [2, 2, 2]
     assert (fronts[0].front_dropout, fronts[0].front_scales) == (0.2, True)
     assert [(model.front, model.front_dropout, model.front_scales) for model in fronts[1:]] == [("none", 0.0, False)] * 2
@@ -70,7 +70,7 @@ def test_a_linear_part_is_there_unless_numbers_are_to_be_read_step_by_step() -> 
     facts = DataFacts(features=1, labels=("a", "b"), sequences=10, steps=200, longest=20)
     words = DataFacts(vocabulary=9, labels=("a", "b"), sequences=10, steps=200, longest=20)
     found = [
-        fitted(parse({"task": "classification", "model": model}), data).model.linear
+        resolve_for_data(parse({"task": "classification", "model": model}), data).model.linear
         for model, data in (({}, facts), ({"linear": 0}, facts), ({"front": "none"}, facts), ({"bidirectional": False}, facts), ({}, words))
     ]
     assert found == [FEATURES, 0, 0, 0, NGRAMS]
@@ -79,7 +79,9 @@ def test_a_linear_part_is_there_unless_numbers_are_to_be_read_step_by_step() -> 
 def test_a_linear_part_follows_the_length_of_series_unless_it_is_given() -> None:
     facts = DataFacts(features=1, outputs=1, sequences=3, steps=108, longest=36)
     read = [
-        fitted(Spec.model_validate({"task": "forecasting", "data": {"horizon": 4}, "model": {"linear": asked}}), facts).model.linear
+        resolve_for_data(
+            Spec.model_validate({"task": "forecasting", "data": {"horizon": 4}, "model": {"linear": asked}}), facts
+        ).model.linear
         for asked in (96, 30, 5, 0)
     ]
     assert read == [16, 30, 5, 0]  # 96 is the default
@@ -89,7 +91,7 @@ def test_a_linear_part_follows_the_length_of_series_unless_it_is_given() -> None
 def test_of_many_series_a_line_reads_several_seasons(sequences: int, season: int, past: int) -> None:
     facts = DataFacts(features=1, outputs=1, sequences=sequences, steps=1000 * sequences, longest=1000)
     asked = parse({"task": "forecasting", "data": {"horizon": 4, "season": season}})
-    assert fitted(asked, facts).model.linear == past
+    assert resolve_for_data(asked, facts).model.linear == past
 
 
 def test_a_language_model_begins_as_its_optimizer_is_used_to() -> None:

@@ -14,7 +14,7 @@ from carrywave.errors import PlanError
 from carrywave.plan.plan import Plan
 from carrywave.plan.unit import Unit, encoder_unit, layer_unit
 from carrywave.spec.data_spec import PARAMETERS
-from carrywave.spec.defaults import fitted, suited, with_precision
+from carrywave.spec.defaults import resolve_for_data, suited, with_precision
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.signal_spec import total_stride
 from carrywave.spec.spec import Spec
@@ -126,7 +126,7 @@ class Units:
 
         A precision of `auto` counts as fp32, which it is on devices that are not known to be made for bf16.
         """
-        spec = with_precision(fitted(spec, facts), suited(made_for_bf16=False))
+        spec = with_precision(resolve_for_data(spec, facts), suited(made_for_bf16=False))
         model, train = spec.model, spec.train
         encoder = encoder_unit(spec, facts)
         units, width = [encoder], encoder.width_out

@@ -45,7 +45,7 @@ SPANS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def fitted(spec: Spec, facts: DataFacts) -> Spec:
+def resolve_for_data(spec: Spec, facts: DataFacts) -> Spec:
     """The spec with everything filled in that depends on the training data: given values are kept."""
     spec = with_spans(spec, spans=facts.spans > 0, spelled=facts.characters > 0)
     if not facts.steps:

@@ -6,6 +6,7 @@ which affects speed and memory only. Torch-free, so a laptop can validate a spec
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -43,115 +44,99 @@ class Spec(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        streams = self.streams
-        if self.model.tie:
-            if self.task != "language":
-                raise ValueError(f"model.tie is for language models, not for {self.task}; remove it")
-            last = self.model.projection or self.model.widths[-1]
-            first = self.model.embedding or self.model.widths[0]
-            if last != first:
-                raise ValueError(
-                    f"model.tie needs an embedding as wide as the last layer, got {first} and {last}; set model.embedding={last}"
-                )
-        if self.model.bidirectional and (streams or self.task in ("language", "forecasting")):
-            raise ValueError(
-                "model.bidirectional cannot read a stream backwards; "
-                "use separate sequences (classification, tagging, transcription or regression with batch.tokens)"
-            )
-        if self.model.front_layers:
-            self._check_front()
-        if self.model.crf is True:
-            self._check_crf()
-        if self.model.word_scores and not (self.model.crf and self.model.characters):
-            raise ValueError("model.word_scores is for model.crf, and reads characters; set model.crf=true and model.characters=50")
-        if self.task == "forecasting" and self.batch.tokens is not None:
-            raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
-        if self.task == "transcription":
-            self._check_transcription()
-        if self.each_step:
-            self._check_each_step()
-        elif self.data.missing == "mask":
-            raise ValueError("data.missing=mask is for regression with data.each_step; use forward, interpolate or zero")
-        elif self.train.loss == "nse":
-            raise ValueError("train.loss=nse is for regression with data.each_step; use mse or mae")
-        if self.pooled and streams:
-            raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
-        if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
-            raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
-        if self.data.standardize == "window" and self.task != "forecasting":
-            raise ValueError(f"data.standardize=window is for forecasting, not for {self.task}; use true, false or sequence")
-        if self.random_windows and self.batch.vary:
-            raise ValueError("batch.vary is for windows that follow each other, which those of data.warmup do not; remove one of them")
-        weighted, several = self.train.class_weights is not None or self.data.weight not in (None, "none"), self.data.multi_label
-        distribution = self.data.distribution != "none"
-        if self.train.best == "weighted_quantile_loss" and self.data.transform != "none":
-            raise ValueError("train.best=weighted_quantile_loss is in the units of the file, which data.transform is not; use crps")
-        kinds = {"weighted": weighted, "multi_label": several, "distribution": distribution, "each_step": self.each_step}
-        check_best(self.train.best, self.task, self.data.levels, **kinds)
-        if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
-            raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
+        wrong = next((message for is_wrong, message in self._combinations() if is_wrong), None)
+        if wrong is not None:
+            raise ValueError(wrong)
+        check_best(
+            self.train.best,
+            self.task,
+            self.data.levels,
+            weighted=self.train.class_weights is not None or self.data.weight not in (None, "none"),
+            multi_label=self.data.multi_label,
+            distribution=self.data.distribution != "none",
+            each_step=self.each_step,
+        )
         return self
 
-    def _check_transcription(self) -> None:
-        augment = self.data.augment
-        if augment is not None and augment.shift:
-            raise ValueError(
-                "data.augment.shift moves steps, but transcription has labels for all of them, in their order; use noise and scale"
-            )
-        if self.plan_spec.chunk_steps is not None:
-            raise ValueError(
-                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but a transcription is scored over all ways to lay it along the "
-                "whole sequence; use plan.micro_batches, which divides lanes instead, or remove it"
-            )
-
-    def _check_each_step(self) -> None:
-        if self.data.standardize in ("sequence", "window"):
-            raise ValueError(
-                f"data.standardize={self.data.standardize} needs targets that a new series does not have; use true, which is one scale for "
-                "all series, or false"
-            )
-
-    def _check_crf(self) -> None:
-        if self.task != "tagging":
-            raise ValueError(f"model.crf chooses the labels of a sequence together, for tagging, not for {self.task}; remove it")
-        if self.data.multi_label:
-            raise ValueError("model.crf chooses one label for each step, but data.multi_label allows any number; remove one of them")
-        for key, given in (("class_weights", self.train.class_weights is not None), ("label_smoothing", self.train.label_smoothing > 0)):
-            if given:
-                raise ValueError(
-                    f"train.{key} is for losses of single labels, but that of model.crf is of whole sequences; remove one of them"
-                )
-        if self.train.best == "top_5_accuracy":
-            raise ValueError("train.best=top_5_accuracy needs scores of single labels, but model.crf chooses whole sequences; use accuracy")
-        if self.streams:
-            raise ValueError("model.crf reads whole sequences, but a stream is read in windows; set batch.tokens, or remove it")
-        if self.plan_spec.share_head:
-            raise ValueError("plan.share_head shares the work of single steps, but model.crf reads whole sequences; remove one of them")
-        if self.plan_spec.chunk_steps is not None:
-            raise ValueError(
-                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but model.crf reads whole sequences; use plan.micro_batches, "
-                "which divides lanes instead, or remove it"
-            )
-
-    def _check_front(self) -> None:
-        stride = total_stride(self.model.front_layers)
-        if self.streams or self.task in ("language", "forecasting"):
-            raise ValueError(
-                "model.front reads whole sequences, but a stream is read in windows; use separate sequences (classification, regression, "
-                "transcription or tagging with batch.tokens), or remove it"
-            )
-        if (self.task == "tagging" or self.each_step) and stride > 1:
-            what = "tagging labels every step" if self.task == "tagging" else "every step has a target (data.each_step)"
-            raise ValueError(f"model.front makes one step of {stride}, but {what}; list layers with a stride of 1, or remove it")
-        if self.plan_spec.chunk_steps is not None:
-            raise ValueError(
-                f"plan.chunk_steps={self.plan_spec.chunk_steps} cuts time, but model.front reads whole sequences; use plan.micro_batches, "
-                "which divides lanes instead, or remove it"
-            )
-        if stride > 1 and self.train.beta:
-            raise ValueError(
-                f"train.beta={self.train.beta:g} penalises changes from step to step, which model.front has merged; remove one of them"
-            )
+    def _combinations(self) -> Iterator[tuple[bool, str]]:
+        """What cannot be together: whether it is, and the fact with the remedy."""
+        task, data, model, batch, train, plan = self.task, self.data, self.model, self.batch, self.train, self.plan_spec
+        last, first, stride = model.projection or model.widths[-1], model.embedding or model.widths[0], total_stride(model.front_layers)
+        streams, read_on = self.streams, self.streams or task in ("language", "forecasting")
+        yield model.tie and task != "language", f"model.tie is for language models, not for {task}; remove it"
+        yield (
+            model.tie and last != first,
+            f"model.tie needs an embedding as wide as the last layer, got {first} and {last}; set model.embedding={last}",
+        )
+        separate = "use separate sequences (classification, regression, transcription or tagging with batch.tokens), or remove it"
+        yield model.bidirectional and read_on, f"model.bidirectional cannot read a stream backwards; {separate}"
+        for name, asked in (("model.front", bool(model.front_layers)), ("model.crf", model.crf is True), (task, task == "transcription")):
+            whole = f"{name} reads whole sequences"
+            yield asked and read_on, f"{whole}, but a stream is read in windows; {separate}"
+            remedy = "use plan.micro_batches, which divides lanes instead, or remove it"
+            yield asked and plan.chunk_steps is not None, f"plan.chunk_steps={plan.chunk_steps} cuts time, but {whole}; {remedy}"
+        each = "tagging labels every step" if task == "tagging" else "every step has a target (data.each_step)"
+        yield (
+            stride > 1 and (task == "tagging" or self.each_step),
+            f"model.front makes one step of {stride}, but {each}; list layers with a stride of 1, or remove it",
+        )
+        yield (
+            stride > 1 and train.beta > 0,
+            f"train.beta={train.beta:g} penalises changes from step to step, which model.front has merged; remove one of them",
+        )
+        chosen = model.crf is True
+        yield chosen and task != "tagging", f"model.crf chooses the labels of a sequence together, for tagging, not for {task}; remove it"
+        yield chosen and data.multi_label, "model.crf chooses one label for each step, but data.multi_label allows any number; remove one"
+        for key, given in (
+            ("train.class_weights", train.class_weights is not None),
+            ("train.label_smoothing", train.label_smoothing > 0),
+            ("train.best=top_5_accuracy", train.best == "top_5_accuracy"),
+            ("plan.share_head", plan.share_head),
+        ):
+            yield chosen and given, f"{key} is for single labels, but model.crf chooses whole sequences; remove one of them"
+        yield (
+            model.word_scores > 0 and not (model.crf and model.characters),
+            "model.word_scores is for model.crf, and reads characters; set model.crf=true and model.characters=50",
+        )
+        yield (
+            task == "forecasting" and batch.tokens is not None,
+            "forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens",
+        )
+        yield (
+            task == "transcription" and data.augment is not None and data.augment.shift,
+            "data.augment.shift moves steps, but transcription has labels for all of them, in their order; use noise and scale",
+        )
+        yield (
+            self.each_step and data.standardize in ("sequence", "window"),
+            f"data.standardize={data.standardize} needs targets that a new series does not have; use true, which is one scale for all "
+            "series, or false",
+        )
+        yield (
+            not self.each_step and data.missing == "mask",
+            "data.missing=mask is for regression with data.each_step; use forward, interpolate or zero",
+        )
+        yield not self.each_step and train.loss == "nse", "train.loss=nse is for regression with data.each_step; use mse or mae"
+        yield self.pooled and streams, f"{task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps"
+        yield (
+            not streams and (batch.vary or batch.eval_lanes is not None),
+            "batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them",
+        )
+        yield (
+            data.standardize == "window" and task != "forecasting",
+            f"data.standardize=window is for forecasting, not for {task}; use true, false or sequence",
+        )
+        yield (
+            self.random_windows and batch.vary,
+            "batch.vary is for windows that follow each other, which those of data.warmup do not; remove one of them",
+        )
+        yield (
+            train.best == "weighted_quantile_loss" and data.transform != "none",
+            "train.best=weighted_quantile_loss is in the units of the file, which data.transform is not; use crps",
+        )
+        yield (
+            train.optimizer == "ntasgd" and train.schedule == "plateau",
+            "train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant",
+        )
 
     @property
     def streams(self) -> bool:

@@ -17,7 +17,7 @@ from carrywave.parallel.world import raise_on_all
 from carrywave.plan.plan import Plan, check_sync, fewer, resolve
 from carrywave.prediction.evaluation import order_for
 from carrywave.runs.tracking import check_installed
-from carrywave.spec.defaults import AUTO, fitted, with_kept_weights, with_keys, with_precision, with_spans
+from carrywave.spec.defaults import AUTO, resolve_for_data, with_kept_weights, with_keys, with_precision, with_spans
 from carrywave.spec.idle_keys import idle
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import in_model_dtype
@@ -68,7 +68,7 @@ def settle(start: Start, opened: tuple[Prepared, Mapping[str, str]]) -> Ready:
         say(line)
     spec = with_kept_weights(start.spec, None if prepared.valid is None else prepared.valid.counted)
     spec, why_crf = with_whole_spans(spec, prepared)
-    spec = fitted(spec, prepared.facts)
+    spec = resolve_for_data(spec, prepared.facts)
     unfit = not_made_for_bf16(world)
     goes_on = None if start.snapshot is None else start.folder.path
     linear = None if asked.model is not None or asked.dry_run else linear_part(spec, prepared, world, goes_on, say)
