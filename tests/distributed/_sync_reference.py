@@ -115,7 +115,6 @@ def reference(given: dict[str, Any], replicas: int, steps: int) -> dict[str, Ten
         return step % windows == 0 or step == steps or step % train.sync_every == 0  # the end of an epoch, or of the run, or in between
 
     assert train.sync in ("local", "diloco")
-    local = train.sync == "local"
     found = simulate(
         [parameter.detach() for parameter in whole.values()],
         inner,
@@ -123,8 +122,8 @@ def reference(given: dict[str, Any], replicas: int, steps: int) -> dict[str, Ten
         replicas=replicas,
         steps=steps,
         mode=train.sync,
-        momentum=train.block_momentum if local else train.outer_momentum,
-        lr=train.outer_lr,
+        momentum=train.exchange_momentum,
+        lr=train.sync_lr,
     )
     return dict(zip(whole, found, strict=True))
 

@@ -52,7 +52,7 @@ DILOCO: dict[str, Any] = {"sync": "diloco", "sync_every": 4}
 TWO: dict[str, dict[str, Any]] = {
     "local": LOCAL,
     "sgd": LOCAL | {"optimizer": "sgd", "lr": 0.5, "momentum": 0.5},
-    "block": LOCAL | {"block_momentum": 0.5},
+    "block": LOCAL | {"sync_momentum": 0.5},
     "diloco": DILOCO,
 }
 
@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path) -> None:
         assert rows_of(tmp_path / name)[-1]["step"] == STEPS
 
 
-ASYNC: dict[str, Any] = {"sync": "async", "sync_every": 5, "max_staleness": 1, "snapshot_every": 10}
+ASYNC: dict[str, Any] = {"sync": "async", "sync_every": 5, "sync_staleness": 1, "snapshot_every": 10}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import _disturbed_run as disturbed_run
 from _disturbed_run import RunSetup
 
 # A snapshot is due every 8 steps, and written at the next exchange.
-LOCAL = RunSetup("local", 2, ("train.sync=local", "train.sync_every=5", "train.block_momentum=0.5"), steps=50)
+LOCAL = RunSetup("local", 2, ("train.sync=local", "train.sync_every=5", "train.sync_momentum=0.5"), steps=50)
 STAGES = RunSetup("stages", 4, ("train.sync=diloco", "train.sync_every=4", "plan.stages=2", "plan.chunk_steps=2"), steps=40)
 
 

@@ -33,9 +33,9 @@ def draw(seed: int) -> Tensor:
     "train",
     [
         {"sync": "local"},
-        {"sync": "local", "block_momentum": 0.6},
-        {"sync": "diloco", "outer_lr": 0.5, "outer_momentum": 0.8},
-        {"sync": "diloco", "outer_lr": 0.5, "outer_momentum": 0.0},
+        {"sync": "local", "sync_momentum": 0.6},
+        {"sync": "diloco", "sync_lr": 0.5, "sync_momentum": 0.8},
+        {"sync": "diloco", "sync_lr": 0.5, "sync_momentum": 0.0},
     ],
 )
 def test_the_rule_is_that_of_the_reference(train: dict[str, float]) -> None:
@@ -54,8 +54,8 @@ def test_the_rule_is_that_of_the_reference(train: dict[str, float]) -> None:
         replicas=2,
         steps=9,
         mode="local" if spec.sync == "local" else "diloco",
-        momentum=spec.block_momentum if spec.sync == "local" else spec.outer_momentum,
-        lr=spec.outer_lr,
+        momentum=spec.exchange_momentum,
+        lr=spec.sync_lr,
     )
     outer, momentum = draw(0), torch.zeros(7, dtype=torch.float64) if rule.momentum else None
     for exchange in range(3):
@@ -72,7 +72,7 @@ def test_the_rule_is_that_of_the_reference(train: dict[str, float]) -> None:
 @pytest.mark.parametrize("most_ahead", [0, 1, 3])
 def test_staleness_is_bounded_and_nobody_waits_forever(most_ahead: int) -> None:
     replicas, order = 4, random.Random(most_ahead)
-    share = ShareServer(0, replicas, TrainSpec(sync="async", max_staleness=most_ahead), torch.zeros(2), None)
+    share = ShareServer(0, replicas, TrainSpec(sync="async", sync_staleness=most_ahead), torch.zeros(2), None)
     waiting: set[int] = set()
     for _ in range(3000):
         ready = [replica for replica in range(replicas) if replica not in waiting]
@@ -109,8 +109,8 @@ def test_stages_do_not_push() -> None:
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        ({"outer_lr": 0.5}, "train.outer_lr is for train.sync=diloco, not for train.sync=step; remove it"),
-        ({"sync": "local", "max_staleness": 2}, "train.max_staleness is for train.sync=async, not for train.sync=local; remove it"),
+        ({"sync_lr": 0.5}, "train.sync_lr is for train.sync=diloco, not for train.sync=step; remove it"),
+        ({"sync": "local", "sync_staleness": 2}, "train.sync_staleness is for train.sync=async, not for train.sync=local; remove it"),
         ({"sync": "diloco", "optimizer": "ntasgd"}, "train.optimizer=ntasgd averages the weights of every step"),
     ],
 )
@@ -125,7 +125,7 @@ def test_refused_in_one_line(train: dict[str, object], said: str) -> None:
     ("train", "copies"),
     [
         ({"sync": "local"}, 3),  # outer weights; differences, one by one and in a row
-        ({"sync": "local", "block_momentum": 0.5}, 4),
+        ({"sync": "local", "sync_momentum": 0.5}, 4),
         ({"sync": "diloco"}, 4),
         ({"sync": "async"}, 4),
     ],

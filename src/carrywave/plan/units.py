@@ -172,7 +172,7 @@ def _outer_copies(train: TrainSpec) -> int:
         return 0
     if train.sync == "async":
         return 4  # gradients in a row, weights that come back, in parts and in a row, and at most one more for the share
-    momentum = train.outer_momentum if train.sync == "diloco" else train.block_momentum
+    momentum = train.exchange_momentum
     return 3 + (1 if momentum else 0)
 
 

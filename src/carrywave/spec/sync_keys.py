@@ -8,10 +8,9 @@ from typing import Any
 # The modes that read a key; any other mode would ignore it.
 READ_BY = {
     "sync_every": ("local", "diloco", "async"),
-    "block_momentum": ("local",),
-    "outer_lr": ("diloco",),
-    "outer_momentum": ("diloco",),
-    "max_staleness": ("async",),
+    "sync_momentum": ("local", "diloco"),
+    "sync_lr": ("diloco",),
+    "sync_staleness": ("async",),
 }
 
 

@@ -177,12 +177,20 @@ class TrainSpec(Section):
     sync_every: Positive = Field(
         50, description="local, diloco: optimizer steps that a replica takes on its own between exchanges; async: between meetings"
     )
-    block_momentum: Share = Field(0.0, description="local: momentum of the averaged weights from exchange to exchange (BMUF)")
-    outer_lr: Annotated[float, Field(gt=0.0)] = Field(1.0, description="diloco: learning rate of the outer step")
-    outer_momentum: Share = Field(0.5, description="diloco: Nesterov momentum of the outer step")
-    max_staleness: Annotated[int, Field(ge=0)] = Field(
+    sync_momentum: Share | None = Field(
+        None,
+        description="local: momentum of the averaged weights from exchange to exchange (BMUF), by default 0; diloco: Nesterov momentum of "
+        "the outer step, by default 0.5",
+    )
+    sync_lr: Annotated[float, Field(gt=0.0)] = Field(1.0, description="diloco: learning rate of the outer step")
+    sync_staleness: Annotated[int, Field(ge=0)] = Field(
         4, description="async: optimizer steps that a replica may be ahead of the slowest before it waits"
     )
+
+    @property
+    def exchange_momentum(self) -> float:
+        """The momentum of what replicas exchange."""
+        return self.sync_momentum if self.sync_momentum is not None else 0.5 if self.sync == "diloco" else 0.0
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -45,7 +45,8 @@ class OuterRule:
     @staticmethod
     def of(spec: TrainSpec) -> OuterRule:
         """The rule that a spec asks for."""
-        return OuterRule(spec.outer_momentum, spec.outer_lr, nesterov=True) if spec.sync == "diloco" else OuterRule(spec.block_momentum)
+        momentum = spec.exchange_momentum
+        return OuterRule(momentum, spec.sync_lr, nesterov=True) if spec.sync == "diloco" else OuterRule(momentum)
 
     def step_(self, outer: Tensor, momentum: Tensor | None, difference: Tensor) -> None:
         """Move the outer weights by the mean difference of the replicas, in place."""

@@ -4,10 +4,10 @@ back, without waiting for the gradients of others; and holds a share itself.
 The order in which gradients arrive decides the result, so it depends on timing. A gradient is applied with the learning rate divided by the
 number of replicas: one push from each moves the weights about as far as one step of all of them together.
 
-A replica that has pushed its gradient gets the weights for its next step at once, unless it is more than `max_staleness` steps ahead of the
+A replica that has pushed its gradient gets the weights for its next step at once, unless it is over `sync_staleness` steps ahead of the
 slowest; then it waits for that one (stale synchronous parallel, Ho et al. 2013). The slowest never waits, so nobody waits forever. The
 staleness of a gradient is the number of other replicas' updates since the weights that it was computed from: with R replicas at most
-(R - 1)(2 max_staleness + 1), because while a replica takes one step, another may come from as far behind as allowed to as far ahead.
+(R - 1)(2 sync_staleness + 1), because while a replica takes one step, another may come from as far behind as allowed to as far ahead.
 
 A thread for each of the other workers receives its requests. Between a meeting and this worker's own next step the share is closed: threads
 wait, and what others send waits with them, so that a snapshot sees all shares at the same moment.
@@ -60,7 +60,7 @@ class ShareServer:
     """Part of all weights in a row, in host memory, with its optimizer state."""
 
     def __init__(self, rank: int, size: int, spec: TrainSpec, weights: Tensor, group: dist.ProcessGroup | None) -> None:
-        self.group, self.most_ahead = group, spec.max_staleness
+        self.group, self.most_ahead = group, spec.sync_staleness
         self.weights = nn.Parameter(weights.clone())
         self.optimizer = optimizers.build(spec, [(NAME, self.weights)], torch.device("cpu"))
         self.staleness = Staleness()
@@ -223,7 +223,7 @@ class Pushing:
 
     def summary(self) -> str:
         """How stale gradients were, in a sentence."""
-        seen, bound = self.staleness, (self.size - 1) * (2 * self.spec.max_staleness + 1)
+        seen, bound = self.staleness, (self.size - 1) * (2 * self.spec.sync_staleness + 1)
         return (
             f"asynchronous: a gradient missed {seen.mean:.1f} updates of other replicas on average, {seen.most} at most "
             f"(bound {bound}); another run will end with other weights"

@@ -193,7 +193,7 @@ def _sync(train: TrainSpec, plan: Plan) -> str:
     if plan.replicas == 1:
         return f"{train.sync}: one replica, so there is nobody to exchange with"
     if train.sync == "async":
-        return f"async: {plan.replicas} replicas push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart"
+        return f"async: {plan.replicas} replicas push gradients when they are ready, at most {_count(train.sync_staleness, 'step')} apart"
     return f"{train.sync}: {plan.replicas} replicas train on their own, and exchange weights every {_count(train.sync_every, 'step')}"
 
 
