@@ -34,7 +34,7 @@ def python(tmp_path: Path) -> Run:
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *words]
         return subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | variables, timeout=120, stdin=subprocess.DEVNULL
+            command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | variables, timeout=600, stdin=subprocess.DEVNULL
         )
 
     return run

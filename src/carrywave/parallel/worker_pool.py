@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,51 +37,34 @@ def start(
         folder = Path(path)
         (folder / "job.json").write_text(json.dumps(dict(job)), encoding="utf-8")
         command = [sys.executable, "-m", "carrywave.parallel.worker_pool", module, path]
-        environments = [environment_of(folder, rank, workers, threads) | dict(environment or {}) for rank in range(workers)]
-        run_together([command] * workers, environments, folder, name or module)
+        crew: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(workers):
+                own = environment_of(folder, rank, workers, threads) | dict(environment or {})
+                with (folder / f"{rank}.log").open("wb") as log:
+                    crew.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=own))
+            _check(crew, folder, name or module)
+        finally:
+            for process in crew:
+                process.kill()
+                process.communicate()
         texts = [(folder / f"{rank}.jsonl").read_text(encoding="utf-8") for rank in range(workers)]
         return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
-def run_together(
-    commands: Sequence[Sequence[str]],
-    environments: Sequence[Mapping[str, str]],
-    folder: Path,
-    name: str,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> None:
-    """Run a command for each worker, with its output in `folder`, until all are done; one that fails ends all.
-
-    `meanwhile` is called again and again until then.
-    """
-    crew: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, (command, environment) in enumerate(zip(commands, environments, strict=True)):
-            with (folder / f"{rank}.log").open("wb") as log:
-                crew.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment))
-        failed = _wait(crew, meanwhile)
-    finally:
-        for process in crew:
-            process.kill()
-            process.communicate()
+def _check(crew: Sequence[subprocess.Popen[bytes]], folder: Path, name: str) -> None:
+    """Wait until all have exited, and raise if one failed: of several, the one that is the cause, and has not only lost contact."""
+    codes: list[int | None] = [None]
+    while None in codes and not any(codes):
+        time.sleep(POLL_SECONDS)
+        codes = [process.poll() for process in crew]
+    failed = [rank for rank, code in enumerate(codes) if code]
     if failed:
-        # If several fail at once, one is the cause, and the others have only lost contact with it.
         last = {rank: (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank in failed}
         from carrywave.parallel.liveness.lost_contact import sounds_lost
 
         cause = min(failed, key=lambda rank: sounds_lost(last[rank]))
-        raise RunError(f"worker {cause} of {name} exited with code {crew[cause].returncode}: {last[cause] or 'no output'}")
-
-
-def _wait(crew: list[subprocess.Popen[bytes]], meanwhile: Callable[[], None]) -> list[int]:
-    """Wait until all have exited successfully or some have failed; returns the ranks that failed."""
-    while True:
-        codes = [process.poll() for process in crew]
-        meanwhile()
-        bad = [rank for rank, code in enumerate(codes) if code]
-        if bad or all(code == 0 for code in codes):
-            return bad
-        time.sleep(POLL_SECONDS)
+        raise RunError(f"worker {cause} of {name} exited with code {codes[cause]}: {last[cause] or 'no output'}")
 
 
 def environment_of(folder: Path, rank: int, workers: int, threads: int) -> dict[str, str]:

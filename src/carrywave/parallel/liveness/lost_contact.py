@@ -74,6 +74,11 @@ def remember(workers: Sequence[Mapping[str, Any]]) -> None:
     _Reported.workers = list(workers)
 
 
+def reported(rank: int) -> Mapping[str, Any] | None:
+    """What a worker reported about itself; None if that is not known."""
+    return _Reported.workers[rank] if rank < len(_Reported.workers) else None
+
+
 def sounds_lost(text: str) -> bool:
     """True if a text only says that another worker is gone."""
     return any(part in text.lower() for part in LOSSES)
@@ -179,8 +184,8 @@ def _judged(error: BaseException) -> ContactLost | None:
 
 
 def _contact_lost(rank: int | None, at: str, how: str) -> ContactLost:
-    workers = _Reported.workers
-    on = f" on {workers[rank]['host']}" if rank is not None and rank < len(workers) else ""
+    worker = None if rank is None else reported(rank)
+    on = "" if worker is None else f" on {worker['host']}"
     where = "another worker" if rank is None else f"rank {rank}{on}"
     now = time.strftime("%H:%M:%S")
     return ContactLost(f"contact with {where}{at} was lost at {now} ({how}); see that worker's output, then restart all workers", rank)
@@ -221,7 +226,7 @@ def _look_around(found: list[_Culprit], certain: bool) -> None:
             store = dist.distributed_c10d._get_default_store()
             told = {rank: store.get(_key(rank)).decode() for rank in others if store.check([_key(rank)])}
         failed = [_Culprit(rank, why) for rank, why in told.items() if why]
-        gone = [_Culprit(rank) for rank in others if rank < len(_Reported.workers) and is_gone(_Reported.workers[rank])]
+        gone = [_Culprit(rank) for rank in others if (worker := reported(rank)) is not None and is_gone(worker)]
         left = [_Culprit(rank) for rank in others if rank not in told]
         suspects = gone if certain else failed or (gone if len(gone) == 1 else left)
         if suspects and (failed or certain or len(suspects) == 1):

@@ -18,11 +18,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.liveness.failure_file import folder, leave
 from carrywave.parallel.liveness.heartbeat import BEAT_SECONDS, Silence
 from carrywave.parallel.startup.environment import seconds_of
@@ -67,18 +66,13 @@ class _NeighbourWatch:
         self.count = 0  # iterations of `talk`
         self.gone = False  # the store's process is gone, which every worker notices by its own connections
         self.other_beat: tuple[object, bool] | None = None  # the other's counter, and whether it is training
-        self.identities: dict[int, dict[str, Any]] = {}  # of rank 0, which may host the store, and of the other
 
     def talk(self, over: threading.Event) -> None:
         """Increment this worker's counter in the store, and read the other's."""
         try:
-            self.store.set(f"who/{self.rank}", json.dumps(identity(os.getpid())))
             while not over.wait(self.every_seconds):
                 self.count += 1
                 self.store.set(f"beat/{self.rank}", json.dumps([self.count, heartbeat.is_training()]))
-                for rank in {0, self.other} - self.identities.keys():
-                    if self.store.check([f"who/{rank}"]):
-                        self.identities[rank] = json.loads(self.store.get(f"who/{rank}"))
                 if self.store.check([f"beat/{self.other}"]):
                     count, training = json.loads(self.store.get(f"beat/{self.other}"))
                     self.other_beat = count, bool(training)
@@ -106,7 +100,7 @@ class _NeighbourWatch:
 
     def _give_up(self, rank: int | None, seconds: float) -> None:
         """Exit because this rank fell silent; None means the launcher, which hosts the store."""
-        process = None if rank is None else self.identities.get(rank)
+        process = None if rank is None else lost_contact.reported(rank)
         causes, since = folder(), time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
         host = "" if process is None or worker_file().one_host else f" on {process['host']}"
         who = f"worker {rank} of {self.size}{host}" if rank is not None else "the process that keeps the rendezvous store"
@@ -116,7 +110,8 @@ class _NeighbourWatch:
             leave(causes, "silent", FAULT, message, peer=rank)
         else:
             print(f"carrywave: rank {self.rank}: {message}", file=sys.stderr, flush=True)
-        if process is not None and rank != self.rank and process == identity(process["pid"]):  # on this host, and still the same process
+        # If it is on this host, and still the same process.
+        if process is not None and rank != self.rank and process.items() >= identity(process["pid"]).items():
             with suppress(OSError):
                 os.kill(process["pid"], signal.SIGKILL)
         os._exit(FAULT)
