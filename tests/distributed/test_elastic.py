@@ -16,6 +16,9 @@ import pytest
 
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.launcher import Patience, start
+from carrywave.runs.watcher import Silent
+from carrywave.spec.load import load
+from carrywave.train.fit import train as train_here
 
 Write = Callable[[str, str], str]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -256,6 +259,22 @@ def test_torchrun_passes_a_signal_on_or_its_workers_notice(number: signal.Signal
     assert "carrywave:" not in err
     step = int(out.rpartition("terminated at step ")[2].partition(";")[0])
     assert (folder / "run" / "snapshots" / "last").read_text().startswith(f"step-{step:08d}")
+
+
+class Late(Silent):
+    """Hears of the request when everything is written, as a worker does that learns by itself that its launcher is gone."""
+
+    def end(self, line: str) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_request_that_comes_last_changes_nothing(folder: Path) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the run was left to whoever handles the signal otherwise"))
+    try:
+        spec = load(None, [*SPEC, "train.max_steps=2"])
+        assert train_here(spec, run=folder / "run", device="cpu", watch=Late()).ending == "done"
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def workers_of(process: subprocess.Popen[str]) -> dict[int, int]:
