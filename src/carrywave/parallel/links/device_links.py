@@ -19,9 +19,10 @@ from torch import Tensor
 from carrywave.errors import PlanError
 from carrywave.parallel.links.links import Message, Messages, Pending
 from carrywave.parallel.memory.symmetric import GrowingMemory, SharedMemory, padded, signals_of, write
-from carrywave.plan.schedule.buffers import LEAST_BYTES, Places, places
+from carrywave.plan.schedule.buffers import Places, places
 from carrywave.plan.schedule.messages import Channel, Pair, Program
 
+LEAST_BYTES = 1 << 20  # of memory that two stages share
 CHANNELS = 4  # most channels between two stages: activations, gradients, and the same for a shared head
 SLOTS = 15  # most slots of a channel that are reused within a pass; with more, every micro-batch has its own
 SIGNALS = signals_of(2) // CHANNELS - SLOTS - 1  # of a channel that tell of arrivals

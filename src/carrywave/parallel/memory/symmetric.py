@@ -27,7 +27,6 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.rendezvous import reason
-from carrywave.plan.schedule.buffers import shared_bytes
 
 _ALIGNED = 256  # bytes
 _PAD_BYTES = 2048  # torch's default, of which every signal takes 4 bytes for each worker of the group
@@ -183,7 +182,7 @@ class GrowingMemory:
         for memory in self.memories:
             if memory.size >= size:
                 return memory
-        self.memories.append(self.make(shared_bytes(size, least=self.least)))
+        self.memories.append(self.make(1 << (max(size, self.least) - 1).bit_length()))
         return self.memories[-1]
 
 

@@ -22,13 +22,6 @@ from typing import cast
 from carrywave.plan.schedule.messages import Channel, Program, global_order, outgoing
 from carrywave.plan.schedule.schedule import StageTask, reader
 
-LEAST_BYTES = 1 << 20  # of memory that two stages share
-
-
-def shared_bytes(size: int, *, least: int = LEAST_BYTES) -> int:
-    """The size of shared memory that is made for `size` bytes: a power of two, so that batches of other shapes find it large enough."""
-    return 1 << (max(size, least, 1) - 1).bit_length()
-
 
 @dataclass(frozen=True)
 class Places:

@@ -227,11 +227,9 @@ def durations(
     return seconds
 
 
-def start_times(
-    schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD, weights: float = WEIGHTS
-) -> dict[StageTask, float]:
-    """Start time of each task, given durations as in `durations` and free messages; rejects a schedule that would deadlock."""
-    return start_times_of(schedule, durations(schedule, forward=forward, backward=backward, head=head, weights=weights))
+def start_times(schedule: Schedule, **times: float) -> dict[StageTask, float]:
+    """Start time of each task, with the times of `durations` and free messages; rejects a schedule that would deadlock."""
+    return start_times_of(schedule, durations(schedule, **times))
 
 
 def start_times_of(
@@ -268,11 +266,9 @@ def start_times_of(
     return moments
 
 
-def bubble(
-    schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD, weights: float = WEIGHTS
-) -> float:
-    """The fraction of the stages' time spent idle, given durations as in `durations` and free messages."""
-    seconds = durations(schedule, forward=forward, backward=backward, head=head, weights=weights)
+def bubble(schedule: Schedule, **times: float) -> float:
+    """The fraction of the stages' time spent idle, with the times of `durations` and free messages."""
+    seconds = durations(schedule, **times)
     moments = start_times_of(schedule, seconds)
     end = max(moment + seconds(task) for task, moment in moments.items())
     return 1 - sum(map(seconds, moments)) / (end * len(schedule.stages))
