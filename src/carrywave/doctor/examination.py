@@ -19,6 +19,7 @@ import torch
 from carrywave.doctor import host, together
 from carrywave.doctor.report import Finding, Report, of_error
 from carrywave.errors import ContactLost, UserError
+from carrywave.parallel.startup.addresses import choose_interface
 from carrywave.parallel.startup.launcher_env import launched, worker_file
 from carrywave.parallel.startup.process_identity import identity
 from carrywave.parallel.startup.rendezvous import number, start_seconds
@@ -51,6 +52,9 @@ def examine(request: Request, deliver: Callable[[Report], None], say: Callable[[
         sys.stdout.flush()
         os._exit(1)
 
+    meeting = os.environ.get("MASTER_ADDR", "")
+    if launched() and meeting[:1].isdigit():  # an address, as engines give it, says which interface others reach, whatever names lead to
+        choose_interface(meeting)
     name = host.check_name(several_hosts=local_size < size if launched() else None)
     if name.level == "wrong":
         say(name.text)
