@@ -16,7 +16,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from _folders import HISTORY, HOSTILE, START, metrics, timing, write
 
-from carrywave.errors import RunError
 from carrywave.report import figures
 from carrywave.report.blocks import Block, Listing, Passage
 from carrywave.report.chart import Area, Chart, Curve
@@ -140,13 +139,6 @@ def test_what_is_missing_or_damaged_is_left_out(tmp_path: Path) -> None:
     assert "1 of 16 values are infinite or not a number, and not drawn." in Tags(render(found, [])).text
 
 
-@pytest.mark.parametrize(("folder", "fact"), [("gone", "folder not found"), ("empty", r"it has no spec\.yaml")])
-def test_a_folder_that_is_no_run_is_one_line(folder: str, fact: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match=f"{folder} is not a run: {fact}; pass"):
-        read_run(tmp_path / folder)
-
-
 def test_a_long_run_stays_under_a_megabyte(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", metrics=metrics(20_000), timing=timing(20_000))
     labels = _confusion([f"label {at}" for at in range(100)], np.ones((100, 100), np.int64))
@@ -173,12 +165,9 @@ def test_how_a_run_ended(ending: str | None, said: str, record: RunRecord) -> No
     assert figures.state(replace(record, history=rows)).startswith(said)
 
 
-def test_going_back_after_a_non_finite_step_is_a_restart_too(record: RunRecord) -> None:
-    rows = [HISTORY[0], {"event": "back", "time": START + 9, "step": 20, "reached": 25}]
+def test_speed_and_restarts_are_those_of_the_whole_run(record: RunRecord) -> None:
+    rows = [HISTORY[0], {"event": "back", "time": START + 9, "step": 20}]
     assert [row[1:] for row in figures.restarts(replace(record, history=rows))] == [["went back after a non-finite step", "20"]]
-
-
-def test_speed_is_over_the_whole_run_not_the_mean_of_its_rows(record: RunRecord) -> None:
     slow, fast = ({**timing()[0], "seconds": seconds, "tokens_per_second": rate} for seconds, rate in ((6.0, 100.0), (2.0, 500.0)))
     assert figures.speed(replace(record, timing=[slow, fast])) == pytest.approx(200.0)
 
