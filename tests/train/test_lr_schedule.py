@@ -9,7 +9,7 @@ import pytest
 
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.train import lr_schedule
-from carrywave.train.lr_schedule import Rate
+from carrywave.train.lr_schedule import RateState
 
 
 def spec(**fields: Any) -> TrainSpec:
@@ -30,12 +30,12 @@ def spec(**fields: Any) -> TrainSpec:
     ],
 )
 def test_rates(fields: dict[str, Any], total: int, rates: dict[int, float]) -> None:
-    found = {step: lr_schedule.lr(spec(**fields), Rate(), step, total) for step in rates}
+    found = {step: lr_schedule.lr(spec(**fields), RateState(), step, total) for step in rates}
     assert found == pytest.approx(rates, rel=1e-14, abs=1e-14)  # a cosine is rounded
 
 
-def after(asked: TrainSpec, losses: list[float]) -> list[Rate]:
-    states, state = [], Rate()
+def after(asked: TrainSpec, losses: list[float]) -> list[RateState]:
+    states, state = [], RateState()
     for loss in losses:
         state = lr_schedule.after_evaluation(asked, state, loss)
         states.append(state)
@@ -64,4 +64,4 @@ def test_evaluations(fields: dict[str, Any], losses: list[float], scales: list[f
 def test_early_stopping() -> None:
     asked = spec(schedule="plateau", early_stop=2)
     assert [lr_schedule.stops_early(asked, state) for state in after(asked, [2.0, 3.0, 1.0, 1.0, 1.0])] == [False] * 4 + [True]
-    assert not lr_schedule.stops_early(spec(), Rate(since_best=1000))
+    assert not lr_schedule.stops_early(spec(), RateState(since_best=1000))

@@ -32,7 +32,7 @@ class LoopState:
     epoch: int = 0
     batch: int = 0  # batches done in this epoch; with the epoch, the cursor
     step: int = 0  # optimizer steps done
-    rate: rates.Rate = field(default_factory=rates.Rate)
+    rate: rates.RateState = field(default_factory=rates.RateState)
     losses: list[float] = field(default_factory=list)  # of valid, at each evaluation
     evaluated: int = -1  # the step of the last evaluation
     latest: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
@@ -59,7 +59,7 @@ class LoopState:
     def of_json(values: Mapping[str, Any], device: torch.device) -> LoopState:
         """The state from what `to_json` returned."""
         sums = torch.tensor(values["sums"], dtype=torch.float64, device=device)
-        return LoopState(**{**values, "sums": sums, "rate": rates.Rate(**values["rate"])})
+        return LoopState(**{**values, "sums": sums, "rate": rates.RateState(**values["rate"])})
 
     def logged(self) -> None:
         """Begin new sums: the old ones have been written."""

@@ -13,7 +13,7 @@ from carrywave.spec.train_spec import TrainSpec
 
 
 @dataclass(frozen=True)
-class Rate:
+class RateState:
     """The effect of the evaluations so far on the learning rate."""
 
     scale: float = 1.0  # the product of all plateau reductions
@@ -22,7 +22,7 @@ class Rate:
     since_best: int = 0  # evaluations since the best one
 
 
-def lr(spec: TrainSpec, state: Rate, step: int, total_steps: int) -> float:
+def lr(spec: TrainSpec, state: RateState, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step `step` (from 0) of `total_steps`.
 
     Warmup is linear and reaches the full rate at step `warmup`; cosine and linear lower it from `hold` steps later, and would reach 0 at
@@ -44,7 +44,7 @@ def lr(spec: TrainSpec, state: Rate, step: int, total_steps: int) -> float:
     return rate
 
 
-def after_evaluation(spec: TrainSpec, state: Rate, loss: float) -> Rate:
+def after_evaluation(spec: TrainSpec, state: RateState, loss: float) -> RateState:
     """The state after an evaluation with this loss; NaN is no improvement."""
     if not math.isnan(loss) and (state.best is None or loss < state.best):
         return replace(state, best=loss, bad_evals=0, since_best=0)
@@ -54,6 +54,6 @@ def after_evaluation(spec: TrainSpec, state: Rate, loss: float) -> Rate:
     return replace(state, bad_evals=bad, since_best=since)
 
 
-def stops_early(spec: TrainSpec, state: Rate) -> bool:
+def stops_early(spec: TrainSpec, state: RateState) -> bool:
     """True if training ends because too many evaluations in a row brought no improvement."""
     return bool(spec.early_stop) and state.since_best >= (spec.early_stop or 0)

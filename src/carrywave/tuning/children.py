@@ -114,7 +114,7 @@ def run_children(
         try:
             while True:
                 while free and why is None and (child := held or next_child()) is not None:
-                    if _is_held(child.folder):
+                    if owner.is_held(child.folder):
                         if held is None:
                             say(f"{child.folder} is still being trained by a process that was started before; waiting for it to end")
                         held = child
@@ -142,14 +142,6 @@ def run_children(
                 if child.process is not None:
                     child.process.kill()
                     child.process.wait()
-
-
-def _is_held(folder: Path) -> bool:
-    try:
-        owner.refuse_held(folder)
-    except RunError:
-        return True
-    return False
 
 
 def places_for(at_once: int | None, device: str, devices: int | None) -> list[Place]:
