@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from carrywave.data.examples import code_points_of
 from carrywave.data.sequences import Sequences
 from carrywave.data.text.tokenizers import UNKNOWN
 from carrywave.tasks.linear import texts
@@ -61,6 +62,15 @@ def test_features_are_those_of_plain_counts(lines: list[list[int]]) -> None:
             ]
             expected += [value / math.hypot(*values) for value in values]
         np.testing.assert_allclose(sorted(entries.values_E[first:end].tolist()), sorted(expected), rtol=1e-5)
+
+
+def test_pieces_of_words_that_the_vocabulary_does_not_have_are_read() -> None:
+    train, unread = sequences([[2, 4], [5, 3]], np.zeros(2, np.int64)), code_points_of(["filming", UNKNOWN])
+    features = NGrams.fit(train, np.arange(2), WORDS, 1000)
+    asked = sequences([[5], [0, 5], [5, 0]], np.zeros(3, np.int64))
+    entries = [features.entries(data, np.arange(3)) for data in (asked, replace(asked, unread=unread))]
+    bare, spelled = (torch.diff(each.starts_N, append=torch.tensor([len(each.places_E)])).tolist() for each in entries)
+    assert spelled == [bare[0], bare[1] + 6, bare[2]]  # those that " film " has, too, but for its end
 
 
 @pytest.mark.parametrize("kind", ["classes", "labels", "numbers"])

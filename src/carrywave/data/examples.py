@@ -32,6 +32,8 @@ from carrywave.spec.spec import Spec
 Flags = NDArray[np.bool_]
 Content = TypeVar("Content")
 INSIDE = ("I-", "E-", "M-", "L-")  # how labels begin that go on with a span
+POOLED = ("classification", "regression")  # tasks whose linear part reads the spelling of words that the vocabulary does not have
+LONGEST = 24  # characters of such a word that are kept
 RESETS = ("language", "tagging")  # tasks with a target for each step, in which a row may hold several sequences, each with a new state
 
 
@@ -201,10 +203,11 @@ def encode(
     inputs: list[NDArray[Any]] = [np.empty((0,) if columns is None else (0, columns), dtype)]
     targets: list[NDArray[Any]] = [np.empty(0, np.int64) if outputs is None else np.empty((0, outputs), np.float32)]
     sizes, numbers = list[int](), list[int]()  # the steps and the labels of each row
+    unread = list[str]()  # words that the vocabulary does not have, as often as they stand in the data
     resets, weights = list[Flags | None](), list[float | fields.Matrix | None]()
     for number, row in rows:
         where = rows.where(number)
-        content = _content(codec, row, where, tally)
+        content = _content(codec, row, where, tally, unread)
         sizes.append(len(content))
         if sizes[-1] < shortest:
             raise DataError(f"{where}: {codec.field} has {sizes[-1]} steps, and needs {shortest}; extend the row, or remove it")
@@ -242,8 +245,14 @@ def encode(
         weights=by_row,
         step_weights=by_step if listed else None,
         spans=np.stack([ends - numbers, ends], axis=1) if targeted and codec.task == "transcription" else None,
+        unread=code_points_of(unread) if unread and codec.task in POOLED else None,
         notes=tuple(tally.lines(part or rows.name, train=part == "train")) if told else (),
     )
+
+
+def code_points_of(words: Sequence[str]) -> NDArray[np.uint32]:
+    """[words, characters]: the first characters of words, then 0."""
+    return np.array(words, f"<U{LONGEST}").view(np.uint32).reshape(len(words), LONGEST)
 
 
 def _each_step(values: Sequence[Any], lengths: Ints, default: float, dtype: DTypeLike) -> NDArray[Any] | None:
@@ -254,7 +263,7 @@ def _each_step(values: Sequence[Any], lengths: Ints, default: float, dtype: DTyp
     return np.concatenate(list(each)).astype(dtype)
 
 
-def _content(codec: Codec, row: Row, where: str, tally: Tally) -> NDArray[Any]:
+def _content(codec: Codec, row: Row, where: str, tally: Tally, unread: list[str]) -> NDArray[Any]:
     """Return a row's inputs: tokens [steps], those of words with the codes of their characters if they are read, or numbers
     [steps, features].
     """
@@ -268,6 +277,8 @@ def _content(codec: Codec, row: Row, where: str, tally: Tally) -> NDArray[Any]:
         words = split_words(text) if codec.field == "text" else words_of(row, where)
         ids = codec.tokens.word_ids(words)
         tally.read(ids, codec.tokens.unknown, words)
+        strange = [words[place] for place in np.flatnonzero(ids == codec.tokens.unknown)]
+        unread += map(str.lower, strange) if codec.lowercase else strange
         return codec.spelled(ids, words)
     unknown = codec.tokens.unknown
     ids = codec.tokens.ids(text) if codec.field == "text" else np.minimum(ids_of(row, where), unknown).astype(np.int32)

@@ -43,6 +43,7 @@ class Sequences:
     )
     spreads: NDArray[np.float64] | None = None  # [n, targets] the deviation of each series' targets in train, if steps have numbers
     names: tuple[str, ...] | None = None  # one per sequence, if sequences are named (series)
+    unread: NDArray[np.uint32] | None = None  # [words, characters] code points, then 0, of each <unk> in the order of `inputs`
     notes: tuple[str, ...] = ()  # what a person should know of how a separate file or object was read
 
     def __len__(self) -> int:

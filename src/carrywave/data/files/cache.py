@@ -23,10 +23,10 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError, from_system, remedy_for, unwinding
 
-FORMAT = 13  # part of every key, so that entries of another format, or read in another way, are never used
+FORMAT = 14  # part of every key, so that entries of another format, or read in another way, are never used
 ARRAYS = (
     *("inputs", "starts", "lengths", "labels", "tags", "resets", "weights", "step_weights", "spans", "warm"),
-    *("units", "means", "spreads", "missing"),
+    *("units", "means", "spreads", "missing", "unread"),
 )
 CONTENT, DRAFT = "content.json", ".draft-"
 

@@ -1,7 +1,7 @@
 """What stands in texts of words: words, pairs of neighbours and pieces of words, each weighed by how rare it is.
 
 Words and pairs of a text together, and its pieces together, have length 1, as `TfidfVectorizer` of scikit-learn makes them. A piece is
-three to five characters of a word of the vocabulary, whose ends count as characters.
+three to five characters of a word, whose ends count as characters; of words that the vocabulary does not have, those that its words have.
 
 Shapes: N text, M token, F feature, V answer, E entry (a feature of a text).
 """
@@ -59,12 +59,13 @@ class NGrams:
     rarity_F: NDArray[np.float32]
     piece_starts: Ints  # of each word among `pieces`
     pieces: Ints
+    numbers: Mapping[str, int]  # of pieces
 
     @classmethod
     def fit(cls, data: Sequences, rows: Ints, vocabulary: Sequence[str], count: int) -> Self:
         """The features that occur in most of these texts, at most so many."""
-        starts, pieces = pieces_of(vocabulary)
-        bare = cls(vocabulary, np.zeros(0, np.int64), np.zeros(0, np.float32), starts, pieces)
+        known = pieces_of(vocabulary)
+        bare = cls(vocabulary, np.zeros(0, np.int64), np.zeros(0, np.float32), *known)
         found = [np.zeros(0, np.int64)]
         for block in _blocks(data, rows):
             texts, keys = bare._keys(data, rows[block])
@@ -76,7 +77,7 @@ class NGrams:
             kept = np.sort(np.lexsort((keys_F, -texts_F))[:count])
             keys_F, texts_F = keys_F[kept], texts_F[kept]
         rarity = np.log((1.0 + len(rows)) / (1.0 + texts_F)) + 1.0
-        return cls(vocabulary, keys_F, rarity.astype(np.float32), starts, pieces)
+        return cls(vocabulary, keys_F, rarity.astype(np.float32), *known)
 
     @property
     def count(self) -> int:
@@ -117,13 +118,27 @@ class NGrams:
         lengths, size = data.lengths[rows], len(self.vocabulary)
         texts = np.repeat(np.arange(len(rows)), lengths)
         steps = np.arange(len(texts)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        words = np.asarray(data.tokens[data.starts[rows][texts] + steps], np.int64)
+        at = data.starts[rows][texts] + steps
+        words = np.asarray(data.tokens[at], np.int64)
         pairs = np.flatnonzero(np.diff(texts) == 0)
         many = self.piece_starts[words + 1] - self.piece_starts[words]
         within = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
         pieces = self.pieces[np.repeat(self.piece_starts[words], many) + within]
-        keys = [words, size + words[pairs] * size + words[pairs + 1], self._first_piece + pieces]
-        return np.concatenate([texts, texts[pairs], np.repeat(texts, many)]), np.concatenate(keys)
+        others, pieces_of_others = self._unread(data, at, texts, words)
+        keys = [words, size + words[pairs] * size + words[pairs + 1], self._first_piece + pieces, self._first_piece + pieces_of_others]
+        return np.concatenate([texts, texts[pairs], np.repeat(texts, many), others]), np.concatenate(keys)
+
+    def _unread(self, data: Sequences, at: Ints, texts: Ints, words: Ints) -> tuple[Ints, Ints]:
+        """The text and the number of each piece of words that the vocabulary does not have."""
+        found = list[tuple[int, int]]()
+        if data.unread is not None and UNKNOWN in self.vocabulary:
+            unknown = self.vocabulary.index(UNKNOWN)
+            places = np.flatnonzero(words == unknown)
+            order = np.searchsorted(np.flatnonzero(data.tokens == unknown), at[places])
+            for text, points in zip(texts[places].tolist(), data.unread[order].tolist(), strict=True):
+                word = "".join(map(chr, points)).rstrip("\0")
+                found += [(text, self.numbers[piece]) for piece in pieces_in(word) if piece in self.numbers]
+        return tuple(np.array(found, np.int64).reshape(-1, 2).T)  # type: ignore[return-value]
 
     def tensors(self) -> dict[str, Tensor]:
         """What a file holds of it."""
@@ -135,20 +150,20 @@ class NGrams:
         return cls(vocabulary, tensors[KEYS].numpy(), tensors["rarity"].numpy(), *pieces_of(vocabulary))
 
 
-def pieces_of(vocabulary: Sequence[str]) -> tuple[Ints, Ints]:
-    """Where the pieces of each word begin, and the numbers of the pieces, which count on as they first occur."""
+def pieces_of(vocabulary: Sequence[str]) -> tuple[Ints, Ints, Mapping[str, int]]:
+    """Where the pieces of each word begin, the numbers of the pieces, which count on as they first occur, and all of them."""
     numbers: dict[str, int] = {}
     starts, found = [0], list[int]()
     for word in vocabulary:
-        if word not in (UNKNOWN, END):
-            whole = f" {word} "
-            found += [
-                numbers.setdefault(whole[place : place + length], len(numbers))
-                for length in range(SHORTEST, LONGEST + 1)
-                for place in range(len(whole) - length + 1)
-            ]
+        found += [numbers.setdefault(piece, len(numbers)) for piece in pieces_in(word)]
         starts.append(len(found))
-    return np.array(starts, np.int64), np.array(found, np.int64)
+    return np.array(starts, np.int64), np.array(found, np.int64), numbers
+
+
+def pieces_in(word: str) -> list[str]:
+    """The pieces of a word, as often as it has them."""
+    whole = "" if word in (UNKNOWN, END) else f" {word} "
+    return [whole[place : place + length] for length in range(SHORTEST, LONGEST + 1) for place in range(len(whole) - length + 1)]
 
 
 def _blocks(data: Sequences, rows: Ints) -> list[Ints]:

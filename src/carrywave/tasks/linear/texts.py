@@ -12,7 +12,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.tasks.linear.ngrams import NGrams
 from carrywave.tasks.linear.part import NETWORK_SHARE, LinearPart, LinearRows
 
-PENALTY = 0.2  # times half the squares of the weights, beside the sum of the losses
+PENALTY = 0.4  # times half the squares of the weights, beside the sum of the losses
 MOST_ROUNDS = 60
 
 
