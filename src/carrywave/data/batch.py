@@ -166,11 +166,6 @@ class Batch:
         return real, lanes * self.steps
 
     @property
-    def all_lanes(self) -> tuple[int, ...]:
-        """The numbers of all lanes of the full batch, even if this is only some of them, without reading from a device."""
-        return tuple(range(len(self.lanes) if self.part_of is None else self.part_of[1])) if self.numbers is None else self.numbers
-
-    @property
     def changes(self) -> int:
         """Number of real steps of the full batch that follow another one of their sequence."""
         real, cells = self.cells

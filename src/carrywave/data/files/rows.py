@@ -53,10 +53,10 @@ def text_rows(source: Source) -> Rows:
 
 def json_rows(source: Source) -> Rows:
     """One JSON object per line, or one array of objects."""
-    where, form = source.name, f"an array of objects: [{EXAMPLE}, …]"
+    content, where, form = source.content, source.name, f"an array of objects: [{EXAMPLE}, …]"
     try:
-        if source.content[:HEAD_BYTES].lstrip(BLANKS).startswith(b"["):
-            return listed_rows(source.name, map(_an_object, json.loads(source.content)))
+        if content[:HEAD_BYTES].lstrip(BLANKS).startswith(b"["):
+            return listed_rows(source.name, map(_an_object, json.loads(content)))
         form, rows = f"one object per line: {EXAMPLE}", []
         for number, line in source.lines():
             where = f"{source.name}{LINE}{number}: the line"

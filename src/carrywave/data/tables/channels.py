@@ -32,7 +32,7 @@ LEAST = {"log": 0.0, "log1p": -1.0}  # every value must be larger
 LARGEST = 57.0  # exp of it is the largest number that files may hold, about 1e25
 
 
-def spread(table: Table, channels: tuple[str, ...]) -> Table:
+def melt(table: Table, channels: tuple[str, ...]) -> Table:
     """Return a table with a series for each series and channel; without channels, the table itself."""
     if not channels:
         return table
@@ -68,7 +68,7 @@ def spread(table: Table, channels: tuple[str, ...]) -> Table:
 
 
 def series_names(names: Sequence[str], channels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the series in the file, given those after `spread`."""
+    """Return the names of the series in the file, given those after `melt`."""
     return tuple(name.removesuffix(f"/{channels[0]}") for name in names[:: len(channels)]) if channels else tuple(names)
 
 
@@ -107,7 +107,7 @@ class TargetReading:
         """Return the series as a model reads them, before they are standardised."""
         if self.distribution in COUNTS:
             check_counts(table, self.targets, self.distribution)
-        return spread(transformed(table, self.targets, self.transform), self.channels)
+        return melt(transformed(table, self.targets, self.transform), self.channels)
 
     def part(self, part: SeriesPart, table: Table) -> SeriesPart:
         """Return a part of the table as the same part of the series that a model reads."""

@@ -17,7 +17,6 @@ from carrywave.errors import DataError, SpecError
 
 OUTSIDE = "O"
 PREFIXES = {"B": "B", "I": "I", "E": "E", "S": "S", "M": "I", "L": "E", "U": "S"}  # as they are written, and what they mean
-SCHEMES = ("bio", "bioes")
 Flags = NDArray[np.bool_]
 
 
