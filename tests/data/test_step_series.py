@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from carrywave.data.prepare import Prepared, from_python, prepare, read_python
-from carrywave.errors import DataError, SpecError
+from carrywave.errors import DataError
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 
@@ -188,23 +188,3 @@ def test_rows_that_are_refused(rows: list[dict[str, Any]], message: str) -> None
 def test_tables_that_are_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         from_python({"train": table()}, spec(**data))
-
-
-@pytest.mark.parametrize(
-    ("task", "section", "message"),
-    [
-        (
-            "regression",
-            {"data": {"each_step": True, "standardize": "sequence"}},
-            "data.standardize=sequence needs targets that a new series",
-        ),
-        ("regression", {"train": {"loss": "nse"}}, "train.loss=nse is for regression with data.each_step; use mse or mae"),
-        ("regression", {"train": {"best": "nse_median"}}, "train.best=nse_median is not a metric of regression; use loss, mae, rmse"),
-        ("forecasting", {"data": {"missing": "mask"}}, "data.missing=mask is for regression with data.each_step"),
-        ("regression", {"data": {"each_step": True, "augment": {"noise": 0.1}}}, "data.augment is not for targets at each step"),
-        ("regression", {"data": {"each_step": True}, "model": {"bidirectional": True}}, "cannot read a stream backwards"),
-    ],
-)
-def test_specs_that_are_refused(task: str, section: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        parse({"task": task, **section})
