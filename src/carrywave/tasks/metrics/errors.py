@@ -92,7 +92,6 @@ class Errors:
         zeros_SC = torch.zeros(len(columns.series) if columns is not None else 0, zeros_HC.shape[1], dtype=torch.float64, device=device)
         self.outputs = outputs
         self.series_absolute_SC, self.series_square_SC, self.series_count_SC = zeros_SC.clone(), zeros_SC.clone(), zeros_SC.clone()
-        self.series_standard_SC = zeros_SC.clone()  # as absolute, in standardised units
         self.pinball_Q, self.covered_Q = torch.zeros(2, len(self.quantiles), dtype=torch.float64, device=device)
         self._share_Q = torch.tensor(self.quantiles, dtype=torch.float64, device=device)
 
@@ -149,7 +148,6 @@ class Errors:
     ) -> None:
         assert self.unit_SC is not None
         assert self.columns is not None
-        standard_TBHC = error_TBHC
         if self.columns.summed and self.columns.whole is not None:
             assert first_B is not None
             whole_TBHC = self.columns.whole(sequence_B, first_B, len(error_TBHC))
@@ -168,7 +166,6 @@ class Errors:
                 (self.series_absolute_SC, error_TBHC.abs()),
                 (self.series_square_SC, error_TBHC.square()),
                 (self.series_count_SC, real_TBHC.to(torch.float64)),
-                (self.series_standard_SC, standard_TBHC.abs()),
             ):
                 sums_SC.view(-1, self.outputs).index_add_(0, at_B, each_TBHC.sum((0, 2)))
 
@@ -185,7 +182,6 @@ class Errors:
             **({} if self.columns is None else {"unit_absolute": self.unit_absolute_HC, "unit_square": self.unit_square_HC}),
             **({"series_absolute": self.series_absolute_SC} if len(self.series_count_SC) else {}),
             **({"series_square": self.series_square_SC, "series_count": self.series_count_SC} if len(self.series_count_SC) else {}),
-            **({"series_standard": self.series_standard_SC} if len(self.series_count_SC) else {}),
         }
 
     def values(self) -> dict[str, float]:
@@ -226,20 +222,6 @@ class Errors:
                 mean, root = (size / many, math.sqrt(squared / many)) if many else (math.nan, math.nan)
                 rows.append({**place, "column": name, "mae": mean, "rmse": root, "targets": int(many)})
         return rows
-
-    def by_step(self) -> list[float]:
-        """Return the MAE of each step ahead over all columns, as in `values`; empty without a point forecast."""
-        return (self.absolute_HC.sum(1) / self.count_HC.sum(1)).tolist() if self._has_point else []
-
-    def by_series(self) -> dict[str, float]:
-        """Return the MAE of each series and column, as in `values`, by name; empty if they were not asked for."""
-        if self.columns is None or not len(self.series_count_SC) or not self._has_point:
-            return {}
-        series, columns = self.columns.series, self.columns.names
-        names = (
-            columns if len(series) == 1 else series if len(columns) == 1 else [f"{name} {column}" for name in series for column in columns]
-        )
-        return dict(zip(names, (self.series_standard_SC / self.series_count_SC).flatten().tolist(), strict=True))
 
     @property
     def _has_point(self) -> bool:
