@@ -217,7 +217,7 @@ class Engine:
             if not shared.travels:
                 shared.parts["squared"].copy_(squared)
                 shared.parts["overflow"].copy_(overflow)
-                own = shared.parts["codes"][self.mesh.world.rank]
+                own = shared.codes[self.mesh.world.rank]
                 own.copy_(torch.maximum(own, self.nonfinite.of_gradients(of_grads)))
                 shared.sum()
                 squared, overflow = shared.parts["squared"], shared.parts["overflow"]
@@ -238,7 +238,7 @@ class Engine:
         elif shared is None:
             codes = self.nonfinite.of_step(passes, of_grads)[None]
         else:
-            codes = shared.parts["codes"].double()
+            codes = shared.codes.double()
             codes = torch.maximum(codes, self.nonfinite.of_gradients(of_grads)) if shared.travels else codes
         if applies:
             with span("update"):

@@ -55,8 +55,7 @@ class SharedNumbers:
             overflow=(),  # above zero if any worker overflowed (fp16); of a pipeline
             votes=(2,),  # how many workers were asked to stop, as on Ctrl-C and as on SIGTERM
             reached=(parameters,),  # how many workers have a gradient for each parameter
-            codes=(size,),  # each worker's code for non-finite numbers
-            marks=(size, columns, 2),  # each worker's checksums of what all must agree on
+            rows=(size, 1 + 2 * columns),  # of each worker: its code for non-finite numbers, and checksums of what all must agree on
         )
         self.travels = False  # True if it lies behind the gradients
         self.place(torch.zeros(self.slots.size, dtype=torch.float64, device=mesh.device))
@@ -65,18 +64,17 @@ class SharedNumbers:
         """Let the numbers lie here."""
         self.vector = vector
         self.parts = self.slots.parts(vector)
+        self.rows = self.parts["rows"]
+        self.common = vector[: vector.numel() - self.rows.numel()]
+        self.codes = self.rows[:, 0]
 
     def fill(self, passes: Tensor, marks: Tensor, reached: Tensor, code: Tensor) -> None:
         """This worker's numbers in its slots, and zeros in those of others."""
-        parts, rank = self.parts, self.mesh.world.rank
         if not self.travels:
             self.vector.zero_()  # otherwise zeroed with the gradients
-        parts["loss"].copy_(passes[LOSS])
-        parts["count"].copy_(split(passes[COUNT]))
-        parts["votes"].copy_(marks[:2])
-        parts["reached"].copy_(reached)
-        parts["codes"][rank].copy_(code)
-        parts["marks"][rank].copy_(split(marks[2:]))
+        votes, checksums = marks[:2], marks[2:]
+        self.common.copy_(torch.cat([passes[:1], split(passes[COUNT]), torch.zeros_like(votes), votes, reached]))
+        self.rows[self.mesh.world.rank].copy_(torch.cat([code[None], split(checksums).view(-1)]))
 
     def sum(self) -> None:
         """Add up what all workers have; if they have not been added up with the gradients. Collective: every rank must call it."""
@@ -91,7 +89,7 @@ class SharedNumbers:
     @property
     def marks(self) -> Tensor:
         """[workers, columns]"""
-        return joined(self.parts["marks"])
+        return joined(self.rows[:, 1:].unflatten(1, (-1, 2)))
 
 
 def split(numbers: Tensor) -> Tensor:
