@@ -20,7 +20,7 @@ from carrywave.kernels.hopper.choice import alone
 from carrywave.kernels.hopper.layout import LayerShape, Wave
 from carrywave.kernels.pass_cache import pass_cache
 from carrywave.kernels.weights import LayerWeights
-from carrywave.kernels.window import Window, WindowChunk
+from carrywave.kernels.window import ChunkedWindow, WindowChunk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -104,7 +104,7 @@ class Stack:
         """The same, chunk by chunk as the executor does it."""
         for leaf in self.leaves:
             leaf.grad = None  # type: ignore[union-attr]
-        deferred, window = Deferred(), Window(self.spans, self.lengths)
+        deferred, window = Deferred(), ChunkedWindow(self.spans, self.lengths)
         xs = [self.x[first:end].detach().requires_grad_() for first, end in self.spans]
         kept: list[tuple[Tensor, Carries, Carries]] = []
         carries = self.carries

@@ -17,7 +17,7 @@ def test_it_is_torchs(biased: bool) -> None:
     x, weight = torch.randn(3, 2, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
     bias = torch.randn(11, requires_grad=True) if biased else None
     leaves = [x, weight, *([] if bias is None else [bias])]
-    apply: Any = aligned._Linear.apply
+    apply: Any = aligned._AlignedLinear.apply
     y = apply(x, weight, bias, torch.float32)
     expected = functional.linear(x, weight, bias)
     assert y.shape == expected.shape
@@ -35,7 +35,7 @@ def test_what_lies_between_the_rows_of_a_gradient_does_not_matter(rows: int) -> 
     by = torch.full((rows, 16), torch.nan)
     by[:, :11].normal_()
     before = by.clone()
-    apply: Any = aligned._Linear.apply
+    apply: Any = aligned._AlignedLinear.apply
     leaves = (x, weight, bias)
     found = torch.autograd.grad(apply(*leaves, torch.float32), leaves, by[:, :11])
     for one, expected in zip(found, torch.autograd.grad(functional.linear(*leaves), leaves, by[:, :11]), strict=True):

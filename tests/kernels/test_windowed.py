@@ -27,7 +27,7 @@ from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.hopper import stack, wave, windowed
 from carrywave.kernels.hopper.layout import LayerShape, Wave
-from carrywave.kernels.window import Window, WindowChunk
+from carrywave.kernels.window import ChunkedWindow, WindowChunk
 
 SHAPE = LayerShape(64, 1, 8, 1)
 HIDDEN = 20  # of `_problems`
@@ -49,7 +49,7 @@ class Windowed(Stack):
     def __post_init__(self) -> None:
         super().__post_init__()
         firsts = [*range(0, self.steps, self.chunk), self.steps]
-        self.window = Window(tuple(pairwise(firsts)), self.lengths)
+        self.window = ChunkedWindow(tuple(pairwise(firsts)), self.lengths)
 
     def part(self, index: int, carries: Any, x: Tensor, piece: int) -> tuple[Tensor, Any]:
         first, end = self.window.spans[index]

@@ -31,14 +31,14 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.gradients import Gradients
 from carrywave.step.passes.executor import Pass
-from carrywave.step.passes.jobs import BatchOutcome, Job, flatten, program_for
+from carrywave.step.passes.jobs import BatchOutcome, PassJob, flatten, program_for
 from carrywave.step.passes.timing import Arrived
 
 
 def outcome_of(model: Model, batch: Batch, plan: Plan, **asked: float) -> tuple[BatchOutcome, dict[str, Tensor]]:
     model.zero_grad()
     program = program_for(plan, [batch], backward=True)
-    [outcome] = Pass(Stage(model), plan, program, [Job(batch, model.start(len(batch.lengths)), KEY, **asked)]).run()  # type: ignore[arg-type]
+    [outcome] = Pass(Stage(model), plan, program, [PassJob(batch, model.start(len(batch.lengths)), KEY, **asked)]).run()  # type: ignore[arg-type]
     return outcome, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -59,7 +59,7 @@ def test_a_schedule_that_starts_a_batch_before_its_carry_is_there_is_refused() -
 
     model, plan = build(pooled=False), Plan(chunk_steps=2)
     batches = [batch_of(4, [4, 4], pooled=False), batch_of(4, [4, 3], pooled=False, fresh=[False, False])]
-    jobs = [Job(batches[0], model.start(2), KEY), Job(batches[1], None, KEY)]
+    jobs = [PassJob(batches[0], model.start(2), KEY), PassJob(batches[1], None, KEY)]
     program = program_for(plan, batches, backward=True, scheduler=mixed)
     with pytest.raises(PlanError, match="starts a batch before the previous one has left its carry"):
         Pass(Stage(model), plan, program, jobs).run()
@@ -71,10 +71,10 @@ def weights_last(stages: int, chunks: Sequence[int], *, backward: bool) -> Sched
     return Schedule((tuple(sorted(row, key=lambda task: task.phase == "W")),), tuple(chunks))
 
 
-def two_batches(model: Model, steps: int = 7) -> tuple[list[Batch], list[Job]]:
+def two_batches(model: Model, steps: int = 7) -> tuple[list[Batch], list[PassJob]]:
     """Two batches that follow each other; the second may be shorter."""
     batches = [batch_of(7, [7, 4, 6], pooled=False), batch_of(steps, [steps] * 3, pooled=False, fresh=[False, True, False])]
-    return batches, [Job(batches[0], model.start(3), KEY), Job(batches[1], None, KEY)]
+    return batches, [PassJob(batches[0], model.start(3), KEY), PassJob(batches[1], None, KEY)]
 
 
 def serial_of(stages: int, chunks: Sequence[int], *, backward: bool, defer_weights: bool = True) -> Schedule:
@@ -156,7 +156,7 @@ def test_the_last_gradient_is_on_its_way_before_weight_gradients_are_computed(mo
 
     monkeypatch.setattr(Deferred, "flush", noting)
     stage, program = Stage(model, 2, model.units), program_for(plan, [batch], backward=True)
-    Pass(stage, plan, program, [Job(batch, stage.start(3), KEY)], links, stage_number=1).run()
+    Pass(stage, plan, program, [PassJob(batch, stage.start(3), KEY)], links, stage_number=1).run()
     assert links.told[-5:] == ["flush", "send", "flush", "weights", "flush"]
     assert links.told.count("weights") == 1
 

@@ -31,7 +31,7 @@ from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
 from carrywave.step.passes.executor import Pass
-from carrywave.step.passes.jobs import BatchOutcome, Job, program_for
+from carrywave.step.passes.jobs import BatchOutcome, PassJob, program_for
 
 # Sums of some hundred terms, in another order, in float64.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
@@ -60,7 +60,7 @@ def build(**options: Any) -> Model:
 def outcome_of(model: Model, batches: list[Batch], plan: Plan, **asked: Any) -> tuple[list[BatchOutcome], dict[str, Tensor]]:
     model.zero_grad()
     program = program_for(plan, batches, backward=True)
-    jobs = [Job(each, None if number else model.start(len(each.lengths)), KEY, **asked) for number, each in enumerate(batches)]
+    jobs = [PassJob(each, None if number else model.start(len(each.lengths)), KEY, **asked) for number, each in enumerate(batches)]
     outcomes = Pass(Stage(model), plan, program, jobs).run()
     return outcomes, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

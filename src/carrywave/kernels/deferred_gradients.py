@@ -173,7 +173,7 @@ def linear(x: Tensor, weight_GI: Tensor, bias_G: Tensor | None = None) -> Tensor
     defers = deferred_for(weight_GI) is not None and x.dtype == weight_GI.dtype and not torch.is_autocast_enabled(x.device.type)
     if not defers or not torch.is_grad_enabled():
         return (aligned.linear if aligned.serves(x, weight_GI) else functional.linear)(x, weight_GI, bias_G)
-    apply: Any = _Linear.apply
+    apply: Any = _DeferredLinear.apply
     y: Tensor = apply(x, weight_GI)
     return y if bias_G is None else y + bias_G
 
@@ -182,12 +182,12 @@ def embedding(index: Tensor, weight_VE: Tensor) -> Tensor:
     """Like torch's `embedding`."""
     if deferred_for(weight_VE) is None or not torch.is_grad_enabled():
         return functional.embedding(index, weight_VE)
-    apply: Any = _Rows.apply
+    apply: Any = _DeferredRows.apply
     rows: Tensor = apply(index, weight_VE)
     return rows
 
 
-class _Linear(torch.autograd.Function):
+class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_GI: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -204,7 +204,7 @@ class _Linear(torch.autograd.Function):
         return grad @ ctx.weight_GI if ctx.needs_input_grad[0] else None, None
 
 
-class _Rows(torch.autograd.Function):
+class _DeferredRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, index: Tensor, weight_VE: Tensor) -> Tensor:
         ctx.save_for_backward(index)

@@ -1,4 +1,4 @@
-"""A `Window` seen by a kernel that is given it chunk by chunk: where the chunks lie, and what stays on the device between them.
+"""A `ChunkedWindow` seen by a kernel that is given it chunk by chunk: where the chunks lie, and what stays on the device between them.
 
 With a window, a kernel may keep whole-window buffers from the first chunk's forward to the weight gradients, instead of making its own for
 every chunk. The carry between two chunks then stays in the kernel's own format, and what is passed on in its place is a token.
@@ -19,7 +19,7 @@ Span = tuple[int, int]  # half-open range of steps
 
 
 @dataclass
-class Window:
+class ChunkedWindow:
     """The steps of one micro-batch on one stage, cut into chunks."""
 
     spans: tuple[Span, ...]  # of the chunks
@@ -36,7 +36,7 @@ class Window:
 class WindowChunk:
     """One chunk of a window."""
 
-    window: Window
+    window: ChunkedWindow
     index: int
 
     @property

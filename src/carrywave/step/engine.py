@@ -34,7 +34,7 @@ from carrywave.step.optim import weight_average
 from carrywave.step.optim.loss_scaler import Scaler, step_unless
 from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.passes.executor import Pass
-from carrywave.step.passes.jobs import FlatCarry, Job, Scheduler, flatten, program_for
+from carrywave.step.passes.jobs import FlatCarry, PassJob, Scheduler, flatten, program_for
 from carrywave.step.passes.timing import TaskClock, span
 from carrywave.step.result import StepResult, Votes
 from carrywave.step.stats import COUNT, LOSS, SharedNumbers, mean_of, norms, scale_, total
@@ -63,9 +63,9 @@ class Compute:
         """The initial carry of this many lanes."""
         return flatten(self.stage.start(lanes, self.mesh.device).detach())
 
-    def jobs(self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry) -> list[Job]:
+    def jobs(self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry) -> list[PassJob]:
         """What a pass over these batches is given, from this carry on."""
-        jobs: list[Job] = []
+        jobs: list[PassJob] = []
         spec, device, lanes_before = self.spec, self.mesh.device, None
         for batch, key in zip(batches, keys, strict=True):
             lanes = batch.lanes.shape[0]
@@ -75,7 +75,7 @@ class Compute:
             elif lanes_before is None:
                 entered = State(self.stage.carries(carry or []))
             lanes_before = lanes
-            jobs.append(Job(batch, entered, key.to(device), self.scale, spec.alpha, spec.beta, self.per_change, spec.precision))
+            jobs.append(PassJob(batch, entered, key.to(device), self.scale, spec.alpha, spec.beta, self.per_change, spec.precision))
         return jobs
 
 

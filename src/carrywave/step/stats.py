@@ -89,7 +89,7 @@ class SharedNumbers:
     @property
     def marks(self) -> Tensor:
         """[workers, columns]"""
-        return joined(self.rows[:, 1:].unflatten(1, (-1, 2)))
+        return joined(self.rows[:, 1:].reshape(len(self.rows), -1, 2))
 
 
 def split(numbers: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ _cuda_kernel = nvrtc.Replaceable("conditional random fields")
 def summed(emissions_TBV: Tensor, tags_TB: Tensor, lengths_B: Tensor, chain: Chain, weights_B: Tensor | None = None) -> Tensor:
     """The sum of the lanes' negative log-likelihoods, each times its weight, in the dtype of the emissions."""
     if _serves(emissions_TBV, tags_TB):
-        apply: Any = _Summed.apply
+        apply: Any = _ChainLoss.apply
         total: Tensor | None = _cuda_kernel.tried(lambda: apply(emissions_TBV, *chain, tags_TB, lengths_B, weights_B))
         if total is not None:
             return total
@@ -56,7 +56,7 @@ def _serves(emissions_TBV: Tensor, tags_TB: Tensor | None = None) -> bool:
     return supported and emissions_TBV.numel() > 0 and emissions_TBV.shape[2] <= _MOST_LABELS and (tags_TB is None or tags_TB.is_cuda)
 
 
-class _Summed(torch.autograd.Function):
+class _ChainLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -30,7 +30,7 @@ def serves(x: Tensor, weight_VI: Tensor) -> bool:
 
 def linear(x: Tensor, weight_VI: Tensor, bias_V: Tensor | None) -> Tensor:
     """Like torch's under autocast, but the rows of the result are aligned to 16 bytes."""
-    apply: Any = _Linear.apply
+    apply: Any = _AlignedLinear.apply
     y: Tensor = apply(x, weight_VI, bias_V, torch.get_autocast_dtype("cuda"))
     return y
 
@@ -89,7 +89,7 @@ def _strides(lead: Sequence[int], width: int) -> list[int]:
     return strides
 
 
-class _Linear(torch.autograd.Function):
+class _AlignedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_VI: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Tensor:
         x_NJ = _zero_padded(x.reshape(-1, x.shape[-1]), dtype)

@@ -37,7 +37,7 @@ def layer(
     if wide != x_TBI.dtype:
         # Half precision is for storage only, as in the LSTM's.
         return in_dtype(wide, x_TBI, carry, weights, lengths_B, partial(layer, clean=clean), marks)
-    apply: Any = _Sequence.apply
+    apply: Any = _GRUSequence.apply
 
     def run(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights, way: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:
         y_TBH, h_BH = apply(x_TBI, *parts, each.w_ih, each.w_hh, each.b_ih, each.b_hh, *begins(way, parts), lengths_B, clean)
@@ -51,7 +51,7 @@ def serves(x_TBI: Tensor, weights: Layer) -> bool:
     return x_TBI.device.type == "cpu"
 
 
-class _Sequence(torch.autograd.Function):
+class _GRUSequence(torch.autograd.Function):
     """One direction over all steps."""
 
     @staticmethod

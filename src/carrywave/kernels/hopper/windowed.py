@@ -31,7 +31,7 @@ from carrywave.kernels.hopper.layout import Wave
 from carrywave.kernels.hopper.recurrence import SortedLanes
 from carrywave.kernels.step_marks import StepMarks
 from carrywave.kernels.weights import LayerWeights
-from carrywave.kernels.window import Window, WindowChunk
+from carrywave.kernels.window import ChunkedWindow, WindowChunk
 
 _OF_LAYER = 4  # weights
 Marks = Sequence[StepMarks | None] | None
@@ -77,7 +77,7 @@ def _key(layers: Sequence[LayerWeights]) -> tuple[int, ...]:
     return tuple(id(each.w_ih) for each in layers)
 
 
-def _deferred(x_TBI: Tensor, carries: AnyCarries, layers: Sequence[LayerWeights], window: Window, marks: Marks) -> Deferred | None:
+def _deferred(x_TBI: Tensor, carries: AnyCarries, layers: Sequence[LayerWeights], window: ChunkedWindow, marks: Marks) -> Deferred | None:
     """Where to defer the weight gradients; None if chunks have to run by themselves: nothing is differentiated, weights are derived in a
     way that nobody knows to be the same in every chunk, or resets go back to a learned carry, whose gradient comes from each chunk.
     """
@@ -102,7 +102,7 @@ class StackWindow:
         masks: Sequence[Tensor | None],
         short: bool,
         how: Wave,
-        window: Window,
+        window: ChunkedWindow,
         deferred: Deferred,
     ) -> None:
         """`short`: the lanes have lengths."""
@@ -140,7 +140,7 @@ class StackWindow:
         self.reached = 0  # chunks up to the latest one whose backward has run
         self.unsummed = (0, 0)  # the chunks whose weight gradients are pending
 
-    def _deal(self, window: Window) -> list[SortedLanes]:
+    def _deal(self, window: ChunkedWindow) -> list[SortedLanes]:
         """The lengths of all pieces, the same for all layers that are cut like this one."""
         if self.lengths_B is None:
             return [SortedLanes(None, None)] * self.pieces[-1].stop

@@ -39,7 +39,7 @@ def layer(
     if wide != x_TBI.dtype:
         # Half precision is for storage only: most processors lack the instructions to compute in it, and took 100 times as long.
         return in_dtype(wide, x_TBI, carry, weights, lengths_B, partial(layer, clean=clean), marks)
-    apply: Any = _Sequence.apply
+    apply: Any = _LSTMSequence.apply
 
     def run(x_TBI: Tensor, parts: Sequence[Tensor], each: LayerWeights, way: StepMarks | None) -> tuple[Tensor, Sequence[Tensor]]:
         bias_G = None if each.b_ih is None or each.b_hh is None else each.b_ih + each.b_hh
@@ -54,7 +54,7 @@ def serves(x_TBI: Tensor, weights: Layer) -> bool:
     return x_TBI.device.type == "cpu" and weights[0].w_hr is None
 
 
-class _Sequence(torch.autograd.Function):
+class _LSTMSequence(torch.autograd.Function):
     """One direction over all steps."""
 
     @staticmethod

@@ -90,7 +90,7 @@ class GlobalNorm(nn.Module):
             away, count = torch.where(real, away, 0.0), real.sum().to(y.dtype)[None]
         sums = torch.cat([away.sum(axes), away.square().sum(axes), count])
         if total is not None:
-            sums = _Summed.apply(sums, total)  # type: ignore[no-untyped-call]
+            sums = _ReplicaSum.apply(sums, total)  # type: ignore[no-untyped-call]
         sum_C, squares_C, count = torch.split(sums, [len(near_C), len(near_C), 1])
         count = count.detach().clamp(min=1.0)
         drift_C = sum_C / count
@@ -108,7 +108,7 @@ class GlobalNorm(nn.Module):
         return f"{len(self.weight)}, momentum={self.momentum}, eps={self.eps}"
 
 
-class _Summed(torch.autograd.Function):
+class _ReplicaSum(torch.autograd.Function):
     """A sum over replicas, whose gradient is summed over them, too."""
 
     @staticmethod

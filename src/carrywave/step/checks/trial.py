@@ -40,7 +40,7 @@ from carrywave.parallel.world import raise_on_all
 from carrywave.plan.plan import Plan
 from carrywave.step.checks.stepwise import own_modules
 from carrywave.step.passes.executor import Pass
-from carrywave.step.passes.jobs import Job, program_for
+from carrywave.step.passes.jobs import PassJob, program_for
 
 LANE_STEPS = 1 << 16  # most steps of all lanes that are tried, so that a trial takes about as long as a few steps
 DOUBLE_UP_TO = 1 << 26  # most parameters to copy as float64; larger models keep their dtype
@@ -170,7 +170,7 @@ class SplitTrial:
             stage.eval()
         batch = batch.each_tensor(lambda _, tensor: tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True))
         program = program_for(plan, [batch], backward=training, uncut_time=self.model.reads_whole)
-        job = Job(batch, stage.start(batch.lanes.shape[0], self.mesh.device), key.to(self.mesh.device), precision=precision)
+        job = PassJob(batch, stage.start(batch.lanes.shape[0], self.mesh.device), key.to(self.mesh.device), precision=precision)
         with torch.set_grad_enabled(training):
             [outcome] = Pass(stage, plan, program, [job]).run()
         gradients = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}

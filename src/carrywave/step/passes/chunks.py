@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.kernels.window import Window, WindowChunk
+from carrywave.kernels.window import ChunkedWindow, WindowChunk
 from carrywave.model.state import Chunk
 
 
@@ -32,7 +32,7 @@ class Chunks:
     ) -> None:
         self.batches, self.counts, self.chunk_steps = batches, counts, chunk_steps
         self.windowed, self.reads_lengths = windowed, reads_lengths
-        self._windows: dict[int, Window] = {}
+        self._windows: dict[int, ChunkedWindow] = {}
         self._lengths: dict[int, tuple[Tensor, Tensor]] = {}  # of a micro-batch's window, and of each chunk
 
     def step_range(self, micro_batch: int, chunk: int) -> tuple[int, int]:
@@ -81,8 +81,8 @@ class Chunks:
             self._lengths[micro_batch] = lengths_B, chunks_CB
         return self._lengths[micro_batch]
 
-    def _window(self, micro_batch: int, *, full: bool) -> Window:
+    def _window(self, micro_batch: int, *, full: bool) -> ChunkedWindow:
         if micro_batch not in self._windows:
             spans = tuple(self.step_range(micro_batch, chunk) for chunk in range(self.counts[micro_batch]))
-            self._windows[micro_batch] = Window(spans, None if full else self._lengths_of(micro_batch)[0])
+            self._windows[micro_batch] = ChunkedWindow(spans, None if full else self._lengths_of(micro_batch)[0])
         return self._windows[micro_batch]

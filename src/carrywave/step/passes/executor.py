@@ -58,7 +58,7 @@ from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoin
 from carrywave.plan.schedule.schedule import Phase, StageTask, name
 from carrywave.step.gradients import Gradients
 from carrywave.step.passes.chunks import Chunks
-from carrywave.step.passes.jobs import BatchOutcome, Job, Observer, flatten, join_states, program_for, split_lanes, split_state
+from carrywave.step.passes.jobs import BatchOutcome, Observer, PassJob, flatten, join_states, program_for, split_lanes, split_state
 from carrywave.step.passes.timing import Arrived, TaskClock, span
 from carrywave.step.precision import HALVES, autocast
 
@@ -89,7 +89,7 @@ def forward(
 ) -> BatchOutcome:
     """Run one batch forward only, as an evaluation does. `uncut_time`: as in `program_for`."""
     program = program_for(mesh.plan, [batch], backward=False, uncut_time=uncut_time)
-    job = Job(batch, state, precision=precision, observe=observe)
+    job = PassJob(batch, state, precision=precision, observe=observe)
     [outcome] = Pass(stage, mesh.plan, program, [job], mesh.links, stage_number=mesh.stage).run()
     return outcome
 
@@ -106,7 +106,7 @@ class Pass:
         stage: Stage | OpaqueModel,
         plan: Plan,
         program: Program,
-        jobs: Sequence[Job],
+        jobs: Sequence[PassJob],
         links: Links | None = None,
         *,
         stage_number: int = 0,

@@ -1,4 +1,4 @@
-"""What a pass is given, `Job` by `Job`, and what it gives back; its program; and batches and states cut into micro-batches of lanes."""
+"""What a pass is given, a `PassJob` for each batch, and what it gives back; its program; and batches and states cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FlatCarry = list[Tensor] | None  # the carry of some lanes as the tensors of `fl
 Scheduler = Callable[..., Schedule]
 
 
-class Job(NamedTuple):
+class PassJob(NamedTuple):
     """One batch to run: the lanes' state before it, and how to run it."""
 
     batch: Batch
