@@ -95,11 +95,16 @@ def evaluate(
     return counted(task, part, mesh, sums, scorer.meter, details)
 
 
+def no_targets(part: Part) -> DataError:
+    """What to tell of a part in which there is nothing to score."""
+    return DataError(f"{part.name} contains no targets: every label in it is ignored; add labels")
+
+
 def counted(task: Task, part: Part, mesh: Mesh, sums: Tensor, meter: Metric | None, details: Details) -> dict[str, float]:
     """The figures of what all workers have summed: loss, targets and, in third place, workers whose outputs do not fit the metric."""
     loss_sum, count, *unfit = mesh.sum_(sums).tolist()
     if not count:
-        raise DataError(f"{part.name} contains no targets: every label in it is ignored; add labels")
+        raise no_targets(part)
     metrics: dict[str, float] = {}
     if meter is not None and not any(unfit):
         for tensor in meter.tensors().values():

@@ -11,11 +11,12 @@ from carrywave.data.prepare import Prepared
 from carrywave.data.text.tag_scheme import check_sequences
 from carrywave.errors import DataError
 from carrywave.launch import launch_record
+from carrywave.model.heads.scoring import IGNORED
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import OpaqueModel
 from carrywave.parallel.world import raise_on_all
 from carrywave.plan.plan import Plan, check_sync, fewer, resolve
-from carrywave.prediction.evaluation import order_for
+from carrywave.prediction.evaluation import no_targets, order_for
 from carrywave.runs.tracking import check_installed
 from carrywave.spec.defaults import AUTO, resolve_for_data, with_kept_weights, with_keys, with_precision, with_spans
 from carrywave.spec.idle_keys import idle
@@ -86,6 +87,10 @@ def settle(start: Start, opened: tuple[Prepared, Mapping[str, str]]) -> Ready:
             None if prepared.test is None else task.part("test", prepared.test),
         )
         held_out.check(spec, parts)
+        for part in (parts.valid, parts.test):
+            tags = None if part is None else part.data.tags
+            if part is not None and tags is not None and tags.dtype.kind == "i" and (tags == IGNORED).all():
+                raise no_targets(part)
         order = order_for(spec, parts.train.view, training=True)
     reasons = tuple(why for why in (why_precision, why_crf) if why is not None)
     return Ready(spec, prepared, files, task, parts, order, own, not unfit, reasons)
