@@ -1,4 +1,4 @@
-"""Reads rows to predict for in blocks, so that memory does not grow with the file, and the columns that are carried through.
+"""Reads rows to predict for in blocks, each of which is answered and written before the next, and the columns that are carried through.
 
 Every worker reads them all. Blocks are cut by the rows alone, so that they, and the batches made of them, are the same for any number of
 workers.
