@@ -56,7 +56,7 @@ def start_on_ray(command: Sequence[str], workers: int, on_gpus: bool, restarts: 
             run_config=RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=restarts)),
         )
         try:
-            said = trainer.fit().metrics or {}
+            said = trainer.fit().return_value or {}  # of rank 0; Ray keeps metrics only with a checkpoint
         except KeyboardInterrupt as stop:
             return Ended(getattr(stop, "code", INTERRUPTED), "stopped; it goes on from its last snapshot with --resume")
         except Exception as error:
@@ -67,10 +67,8 @@ def start_on_ray(command: Sequence[str], workers: int, on_gpus: bool, restarts: 
     return Ended(int(said.get("code", 0)), str(said.get("message", "")))
 
 
-def work(told: dict[str, Any]) -> None:
-    """Run one of our workers in one of Ray's, until it ends. Raises if another start may mend what went wrong."""
-    import ray.train
-
+def work(told: dict[str, Any]) -> dict[str, Any]:
+    """Run one of our workers in one of Ray's, and tell how it ended. Raises if another start may mend what went wrong."""
     # Ray's own process group keeps its port, so that ours needs another.
     port = torch.zeros(1, dtype=torch.int64)
     if dist.get_rank() == 0:
@@ -89,7 +87,7 @@ def work(told: dict[str, Any]) -> None:
         ended = exit_reports.ended({rank: code}, exit_reports.read(folder / CAUSES), size)
     if ended.code != 0 and ended.code not in FINAL:
         raise RuntimeError(ended.message)
-    ray.train.report({"code": ended.code, "message": ended.message})
+    return {"code": ended.code, "message": ended.message}
 
 
 def _family(address: str) -> socket.AddressFamily:
